@@ -13,10 +13,20 @@ from analysis.forms import Bars, Form
 from analysis.provenance import unlike
 from analysis.quantities import median, moved
 from analysis.registry import Plot, Row
-from analysis.sweep import Cell, Source
+from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.lab import tables
-from pensieve.lab.results.frame import OURS, PROBES, REFERENCE, by_round, conversations_of, paired, speed_up, values_of
+from pensieve.lab.results.frame import (
+    OURS,
+    PROBES,
+    REFERENCE,
+    Cell,
+    by_round,
+    conversations_of,
+    paired,
+    speed_up,
+    values_of,
+)
 from pensieve.lab.statistics import Estimate, paired_ratio
 from pensieve.serve.record import is_measured
 

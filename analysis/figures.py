@@ -13,9 +13,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from analysis import registry
-from analysis.registry import Drawing, Figure
-from analysis.sweep import Source, latest_of, open_source
-from pensieve.errors import MissingSeries, PensieveError, ResultsError
+from analysis.registry import Drawing
+from analysis.sweep import Source, open_source
+from pensieve.errors import PensieveError, ResultsError
 from pensieve.lab import tables
 from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.results.prices import Prices
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             drawings, failed = draw_all(source, _folder_of(options, source.sweep.id))
             problems.extend(failed)
             _print_paths(drawings)
-            others = sum(not (figure.asked or figure.applies(source)) for figure in registry.FIGURES.values())
+            others = sum(not (figure.asked or figure.holds(source)) for figure in registry.FIGURES.values())
             if others:
                 print(f"{others} figures need other experiments (--help names them).", file=sys.stderr)
             if not drawings and not failed:
@@ -56,7 +56,7 @@ def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
     it applies (a series is missing, trials must not be mixed, or the figure has a fault)."""
     drawings: list[Drawing] = []
     problems = []
-    applying = [figure for figure in registry.FIGURES.values() if not figure.asked and figure.applies(source)]
+    applying = [figure for figure in registry.FIGURES.values() if not figure.asked and figure.holds(source)]
     for figure in [figure for figure in applying if figure.alone] or applying:
         try:
             drawings += figure.draw(source, folder)
@@ -89,7 +89,7 @@ def _draw_named(store: ResultsStore, options: argparse.Namespace) -> Iterator[st
     for name in options.names:
         figure = registry.FIGURES[name]
         try:
-            source = chosen_source(store, options, _sweep_of(figure, store) if options.sweep is None else options.sweep)
+            source = chosen_source(store, options, options.sweep)
             drawings = figure.draw(source, _folder_of(options, source.sweep.id))
         except PensieveError as error:
             yield str(error)
@@ -98,16 +98,6 @@ def _draw_named(store: ResultsStore, options: argparse.Namespace) -> Iterator[st
             if one.table is not None:
                 tables.show(one.table, " · ".join(filter(None, [one.title, one.panel.text])), one.caption)
         _print_paths(drawings)
-
-
-def _sweep_of(figure: Figure, store: ResultsStore) -> int | None:
-    """None: the latest sweep of conversations, which a benchmark's cases are not."""
-    if figure.workload is None:
-        return None
-    found = latest_of(store, figure.workload)
-    if found is None:
-        raise MissingSeries(f"The results database has no measurement for {figure.name}; run `{figure.command}`.")
-    return found
 
 
 def _print_paths(drawings: Sequence[Drawing]) -> None:

@@ -21,9 +21,12 @@ from pydantic import BaseModel
 from analysis import style
 from analysis.quantities import Found, Quantity, columns, size
 from analysis.registry import Plot, Row
-from analysis.sweep import NO_VALUE, Cell, Source, in_order, number
+from analysis.sweep import Source
 from pensieve.lab import tables
+from pensieve.lab.metrics import Slo
+from pensieve.lab.results.frame import Cell
 from pensieve.lab.statistics import Estimate
+from pensieve.units import NO_VALUE, in_order, number
 
 DASHED: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 1.5))}
 Points = Sequence[tuple[float, Estimate]]
@@ -71,7 +74,8 @@ class Form(BaseModel, extra="forbid"):
 
     def plots(self, source: Source) -> Iterator[Plot]:
         for plot in resolve_name(self.rows)(source, self, **self.given):
-            lead, table = self.lead.format(**plot.words) + plot.said, plot.table or self.table(plot.rows)
+            lead = self.lead.format(objective=objective(source), **plot.words) + plot.said
+            table = plot.table or self.table(plot.rows)
             yield replace(plot, rows=self.csv(plot.rows), lead=lead, table=table, picture=self.drawn(plot.rows))
 
     def drawn(self, rows: Sequence[Row]) -> Picture | None:
@@ -116,6 +120,13 @@ class Form(BaseModel, extra="forbid"):
             | {one.head(str(row.get(self.facet, ""))): _cell(one, row) for one in counted}
             for row in rows
         ]
+
+
+def objective(source: Source) -> str:
+    """What the sweep's slo asks of a turn."""
+    slo = Slo.of_sweep(source.sweep.overrides)
+    asked = {"first token": slo.ttft_ms, "each further token": slo.tpot_ms}
+    return " and ".join(f"{text} within {most:g} ms" for text, most in asked.items() if most is not None)
 
 
 def _columns(quantity: Quantity | None, name: str, found: Any) -> Row:

@@ -9,7 +9,8 @@ import pandas as pd
 from analysis.forms import Form
 from analysis.quantities import over_seeds
 from analysis.registry import Plot, Row
-from analysis.sweep import Cell, Panel, Source
+from analysis.sweep import Source
+from pensieve.lab.results.frame import Cell, Panel
 from pensieve.lab.results.prices import Worth
 from pensieve.serve.books.holding import TIERS
 

@@ -1,25 +1,22 @@
-"""Against a swept load: latency, goodput, and requests a second at the latency at which the paper compared its systems."""
+"""Against a swept load: what was offered, and requests a second at the latency at which the paper compared its systems."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
-from analysis.forms import Form, cells
+from analysis.forms import Form
 from analysis.quantities import over_seeds
 from analysis.registry import Plot, Row
-from analysis.sweep import Cell, Panel, Source, number
+from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.compose.conf import conf_folder
-from pensieve.lab.metrics import Slo
-from pensieve.lab.results import frame
 from pensieve.lab.results.claims import Claim, rates_at, read_claims, unmet
-from pensieve.lab.results.frame import positive_ratio
-from pensieve.lab.results.notes import load_changed
+from pensieve.lab.results.frame import Cell, Panel, positive_ratio
+from pensieve.lab.results.notes import load_changed, noted
 from pensieve.lab.results.notes import offered_rate as rate_of
 from pensieve.lab.results.schema import Trial
-from pensieve.lab.statistics import FEWEST_GROUPS
+from pensieve.units import number
 
 STATISTICS = ("mean", "p90")
 MEASURE = "throughput_at_latency_ratio"
@@ -28,30 +25,6 @@ MEASURE = "throughput_at_latency_ratio"
 def offered_rate(source: Source, cell: Cell) -> float | None:
     """Requests a second."""
     return rate_of(cell.trials)
-
-
-def curves(source: Source, form: Form) -> Iterator[Plot]:
-    """Over the rate that was achieved: under load that waits for replies a slow baseline is asked less. Points are joined in
-    the order of the offered load, which the CSV has beside it."""
-    axis = form.axis(source)
-    assert axis is not None, "asked only where it applies"
-    for data in cells(source, form):
-        yield replace(data, said=f"; {axis.says.split(' (')[0]}: {', '.join(data.panel.values(axis.axis))}")
-
-
-def kept(source: Source, form: Form) -> Iterator[Plot]:
-    for data in cells(source, form):
-        fewest = min(row["goodput_req_s"].groups for row in data.rows if row["goodput_req_s"])
-        said = f", n = {fewest}, no interval" if fewest < FEWEST_GROUPS else ""
-        yield replace(data, words={"kept": _objective(data.panel)}, said=said)
-
-
-def _objective(panel: Panel) -> str:
-    """What the sweep's slo asks of a turn."""
-    slo = Slo.of_sweep(panel.sweep.overrides)
-    names = {"ttft_ms": "first token", "tpot_ms": "each further token"}
-    asked = {text: getattr(slo, name) for name, text in names.items()}
-    return " and ".join(f"{text} within {most:g} ms" for text, most in asked.items() if most is not None)
 
 
 # Beside the paper
@@ -115,9 +88,9 @@ def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
                         "trials": " ".join(cell.ids for cell in panel.of(name)),
                     }
                 )
-        groups = [frame.Panel(cell.at, [cell]) for cell in panel.cells]
+        groups = [Panel(cell.at, [cell]) for cell in panel.cells]
         words = {
-            "cut": "".join(f"{note.text} " for note in load_changed(groups)),
+            "cut": "".join(f"{note.text} " for note in noted(load_changed(groups))),
             "paper": f"{claim.source}, {claim.text}",
         }
         yield Plot(panel, rows, words=words)

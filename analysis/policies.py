@@ -15,13 +15,15 @@ from analysis import style
 from analysis.forms import Bars, Form, Side
 from analysis.quantities import Quantity, found_pct, moved, over_seeds
 from analysis.registry import Plot, Row
-from analysis.sweep import Cell, Source
+from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.frame import (
     PAPERS,
     REFERENCE,
     START,
+    Cell,
     conversation_sums,
+    found_history,
     found_more,
     gap_closed,
     paired,
@@ -243,7 +245,7 @@ def _moved(source: Source, cell: Cell, base: pd.DataFrame) -> tuple[dict[str, Es
     """Mean TTFT and latency a token as ratios, history found in points; and whether no turn differs."""
     turns = source.turns(cell)
     times = [paired(values_of(turns, name), values_of(base, name)) for name in TIMES]
-    hits = paired(_found(turns), _found(base))
+    hits = paired(found_history(turns)["hits"], found_history(base)["hits"])
     if any(one.empty for one in (*times, hits)):
         raise MissingSeries(f"Trials {cell.ids} share no turn with those that they are held against.")
     more, history = 100 * (hits["a"] - hits["b"]), base.loc[hits.index, "history_tokens"]
@@ -254,12 +256,6 @@ def _moved(source: Source, cell: Cell, base: pd.DataFrame) -> tuple[dict[str, Es
     ]
     same = all(bool((one["a"] == one["b"]).all()) for one in (*times, hits))
     return dict(zip(MOVED, (*ratios, replace(points, n=len(more))), strict=True)), same
-
-
-def _found(turns: pd.DataFrame) -> pd.Series[float]:
-    """History tokens found in any tier, of the turns that have history and say."""
-    known = turns[(turns["history_tokens"] > 0) & turns["gpu_hit_tokens"].notna()]
-    return known[["gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens"]].fillna(0).sum(axis=1)
 
 
 def _text(name: str, found: Estimate | float) -> str:

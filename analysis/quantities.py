@@ -12,14 +12,16 @@ from typing import Any
 import pandas as pd
 from pydantic import BaseModel
 
-from analysis.sweep import Cell, Source
+from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.metrics import OUT_OF_MEMORY, PERCENTILES
 from pensieve.lab.results.frame import (
     REFERENCE,
     ByConversation,
+    Cell,
     by_conversation,
     conversation_sums,
+    found_history,
     positive_ratio,
     values_of,
 )
@@ -32,7 +34,6 @@ from pensieve.lab.statistics import (
     paired_ratio,
     rate_by_seed,
 )
-from pensieve.serve.books.holding import TIERS
 from pensieve.units import significant
 
 Found = Estimate | float | None
@@ -158,12 +159,10 @@ def _those(turns: pd.DataFrame, where: str) -> pd.DataFrame:
 def _share(source: Source, cell: Cell, *tiers: str) -> Estimate | None:
     """History tokens found on these tiers, in percent of all; None where no turn had history, or the engine does not say what
     it found."""
-    turns = source.turns(cell)
-    turns = turns[(turns["history_tokens"] > 0) & turns["gpu_hit_tokens"].notna()]
-    if turns.empty:
+    known = found_history(source.turns(cell), *tiers)
+    if known.empty:
         return None
-    hits = turns[[f"{tier}_hit_tokens" for tier in tiers]].fillna(0).sum(axis=1)
-    found = percent(hits, turns["history_tokens"])
+    found = percent(known["hits"], known["history"])
     if cell.baseline == REFERENCE and not found.value:
         return replace(found, ci_low=None, ci_high=None)  # it keeps nothing: its 0 is no estimate
     return found
@@ -185,7 +184,7 @@ def disk_pct(source: Source, cell: Cell) -> Estimate | None:
 
 def found_pct(source: Source, cell: Cell) -> Estimate | None:
     """On any tier."""
-    return _share(source, cell, *TIERS)
+    return _share(source, cell)
 
 
 def lost_pct(source: Source, cell: Cell) -> Estimate | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,22 @@ from typing import Any
 
 import yaml
 from matplotlib.figure import Figure as Picture
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from analysis import style
 from analysis.provenance import brief, footnote
-from analysis.sweep import Panel, Source
+from analysis.sweep import Source
 from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab import tables
 from pensieve.lab.compose.conf import conf_folder
+from pensieve.lab.results.frame import Panel
+from pensieve.lab.results.schema import Trial
 from pensieve.lab.statistics import FEWEST_GROUPS
 from pensieve.lab.tables import Table
 
 Row = Mapping[str, Any]
 LAST = 1000  # the place of a figure that names none
+_FORMS = {"lines": "analysis.forms.Lines", "bars": "analysis.forms.Bars", "table": "analysis.forms.Form"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class Plot:
     What begins with _ is for the drawing alone: _line, _section, _name, _colour, _text of the line or bar; _X in place of X.
 
     lead: what a point and its interval are; said: goes behind it, words: for {} in it. table: its numbers as cells, where
-    they are not those of the form. picture: None where the figure is a table, which is text. title: in place of the figure's.
+    they are not those of the form. picture: None where the figure is a table, which is text. title: in place of the
+    figure's. trials: that it stands on, where those are not the panel's.
     """
 
     panel: Panel
@@ -47,6 +51,7 @@ class Plot:
     table: Table | None = None
     picture: Picture | None = None
     title: str = ""
+    trials: Sequence[Trial] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +76,13 @@ class Drawing:
         return [path for path in (self.png, self.pdf, self.text, self.csv, self.sidecar) if path is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """name: of its files. shows: a clause. command: makes a sweep that it can be drawn from.
+class Figure(BaseModel, frozen=True, extra="allow"):
+    """A file of conf/figure. name: of its files. shows: a clause. command: makes a sweep that it can be drawn from. place: in
+    the order in which a report shows them.
 
-    applies: whether the sweep is one of those. plots(source): a plot a panel; raises MissingSeries and MixedPanel.
-    workload: where its trials are single cases of a benchmark, that benchmark's; its latest measurement is then drawn.
+    form: lines, bars, table, or a class of your own by its dotted name, whose fields are what else the file says; or a
+    function of a Source that yields plots. applies: what holds of a sweep that it can be drawn from: methods of Source with
+    their argument (of several, each), or functions of a Source by their dotted name. Modules are imported when asked for.
     alone: where it applies it shows all there is, and others would draw a picture for each of its cells. asked: drawn only
     where it is named.
     """
@@ -85,71 +91,54 @@ class Figure:
     title: str
     shows: str
     command: str
-    applies: Callable[[Source], bool]
-    plots: Callable[[Source], Iterable[Plot]]
-    workload: str | None = None
+    form: str
+    applies: dict[str, Any]
+    place: int = LAST
     alone: bool = False
     asked: bool = False
 
+    def holds(self, source: Source) -> bool:
+        """Whether the sweep is one of those that it can be drawn from."""
+        for name, asked in self.applies.items():
+            holds = partial(resolve_name(name), source) if "." in name else getattr(source, name)
+            each = asked if isinstance(asked, list) else [asked]
+            if not all(holds() if one is True else holds(one) for one in each):
+                return False
+        return True
+
+    def plots(self, source: Source) -> Iterable[Plot]:
+        """A plot a panel. Raises MissingSeries, and ConfigError for what its form does not take."""
+        drawing = resolve_name(_FORMS.get(self.form, self.form))
+        try:
+            form = drawing(**(self.model_extra or {})) if isinstance(drawing, type) else None
+        except ValidationError as error:
+            where = ".".join(map(str, error.errors()[0]["loc"]))
+            raise ConfigError(f"conf/figure/{self.name}.yaml: {where}: {error.errors()[0]['msg']}.") from None
+        found: Iterable[Plot] = drawing(source) if form is None else form.plots(source)
+        return found
+
     def draw(self, source: Source, folder: Path) -> list[Drawing]:
-        """Write the files of each panel. Raises MissingSeries where the sweep is none that it can be drawn from."""
-        if not self.applies(source):
+        """Write the files of each panel. Raises MissingSeries where it cannot be drawn from this sweep, and MixedPanel."""
+        if not self.holds(source):
             raise MissingSeries(
                 f"{self.name} needs other trials than sweep {source.sweep.id} has; run `{self.command}`."
             )
-        return [_publish(self, plot, folder) for plot in self.plots(source)]
+        return [_publish(self, source, plot, folder) for plot in self.plots(source)]
 
 
 def read_figures(folder: Path) -> dict[str, Figure]:
     """The files of a folder, by name, in the order in which a report shows them: by their `place`, then by name."""
     files = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
-    return {
-        name: _figure(name, **files[name]) for name in sorted(files, key=lambda name: files[name].pop("place", LAST))
-    }
+    figures = [Figure(name=name, **file) for name, file in files.items()]
+    return {figure.name: figure for figure in sorted(figures, key=lambda figure: figure.place)}
 
 
-def _figure(
-    name: str,
-    title: str,
-    shows: str,
-    command: str,
-    form: str,
-    applies: Mapping[str, Any],
-    workload: str | None = None,
-    alone: bool = False,
-    asked: bool = False,
-    **given: Any,
-) -> Figure:
-    """form: lines, bars, table, or a class of your own by its dotted name, with its fields as `given`; or a function of a
-    Source that yields plots. applies: what holds of a sweep that it can be drawn from: methods of Source with their argument
-    (of several, each), or functions of a Source by their dotted name. Modules are imported when they are asked for."""
-    known = {"lines": "analysis.forms.Lines", "bars": "analysis.forms.Bars", "table": "analysis.forms.Form"}
-    path = known.get(form, form)
-
-    def plots(source: Source) -> Iterable[Plot]:
-        drawing = resolve_name(path)
-        try:
-            yield from drawing(**given).plots(source) if isinstance(drawing, type) else drawing(source)
-        except ValidationError as error:
-            where = ".".join(map(str, error.errors()[0]["loc"]))
-            raise ConfigError(f"conf/figure/{name}.yaml: {where}: {error.errors()[0]['msg']}.") from None
-
-    return Figure(name, title, shows, command, partial(_holds, applies), plots, workload, alone, asked)
-
-
-def _holds(applies: Mapping[str, Any], source: Source) -> bool:
-    for name, asked in applies.items():
-        holds = partial(resolve_name(name), source) if "." in name else getattr(source, name)
-        each = asked if isinstance(asked, list) else [asked]
-        if not all(holds() if one is True else holds(one) for one in each):
-            return False
-    return True
-
-
-def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
+def _publish(of: Figure, source: Source, plot: Plot, folder: Path) -> Drawing:
     """Title and a line of small print around the picture, and its files; the panel's group goes before the columns of the
     CSV. What does not fit the line is the caption, for whoever sets the figure."""
-    panel, origin, title = plot.panel, plot.panel.provenance, plot.title or of.title
+    panel, title = plot.panel, plot.title or of.title
+    trials = [trial for cell in panel.cells for trial in cell] if plot.trials is None else plot.trials
+    origin = source.trace(trials)
     warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
     drawn = _interval_drawn(plot)
     lead = plot.lead if drawn else f"{plot.lead}; no interval is due below {FEWEST_GROUPS} seeds"

@@ -12,7 +12,8 @@ from matplotlib.lines import Line2D
 
 from analysis import style
 from analysis.registry import Plot
-from analysis.sweep import Panel, Source
+from analysis.sweep import Source
+from pensieve.lab.results.frame import Panel
 from pensieve.lab.results.size_map import ONE_PASS, Place, SizeMap, read_map, spaced
 
 DISK = "cache.disk"
@@ -29,13 +30,12 @@ MOST_WRITTEN = 13  # sizes along a side up to which a cell has its number writte
 def size_map(source: Source) -> Iterator[Plot]:
     found = read_map(source.store, source.sweep)
     q, sentence = found.question, found.sentence()
-    origin = source.trace(source.trials, len(found.failed))
     rows = list(found.rows())
     for disk, size in enumerate(q.disk):
         group = {DISK: size or "0"} if q.disks else {}
         drawn = [{k: v for k, v in row.items() if k != DISK} for row in rows if row[DISK] == (size or "0")]
         lead = f"{sentence} {_ran(found, disk)}"
-        yield Plot(Panel(group, (), source.sweep, origin), drawn, lead, picture=_drawn(found, disk))
+        yield Plot(Panel(group, ()), drawn, lead, picture=_drawn(found, disk), trials=source.trials)
 
 
 def _drawn(found: SizeMap, disk: int) -> Any:
@@ -119,7 +119,7 @@ def _ran(found: SizeMap, disk: int) -> str:
     q = found.question
     if q.reuse:
         return ONE_PASS
-    counts = sorted({len(trials) for trials in found.cells.values()})
+    counts = sorted({len(found.seeds(place)) for place in found.cells})
     seeds = "1 seed" if counts == [1] else f"{'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds"
     ran = sum(place[2] == disk for place in found.cells)
     beside = " of this disk" if q.disks else ""

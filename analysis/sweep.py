@@ -1,25 +1,19 @@
-"""What a figure reads: the current trials of a sweep, in panels that differ in nothing but what is drawn, and their turns."""
+"""What a figure reads: the current trials of a sweep, in panels, and what it asks of a sweep before it applies."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import select
-
 from analysis.provenance import Provenance, trace
-from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab.results import frame
-from pensieve.lab.results.frame import REFERENCE, Frame, axis_value, conversations_of, varying_axes
-from pensieve.lab.results.frame import Cell as Cell
+from pensieve.errors import MissingSeries
+from pensieve.lab.results.frame import REFERENCE, Frame, Panel, axis_value, conversations_of
 from pensieve.lab.results.prices import Prices
-from pensieve.lab.results.schema import Sweep, SweepTrial, Trial
+from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.size_map import SETTINGS
 from pensieve.lab.results.store import ResultsStore
 from pensieve.serve.books.holding import TIERS
-from pensieve.units import parse_capacity
+from pensieve.units import NO_VALUE, in_order
 
 DEFAULT_COMMAND = "python runners/run.py -m"
 LOADS = (
@@ -31,32 +25,18 @@ LOADS = (
     "workload.time_scale",
 )
 """Fields that make a load heavier or lighter."""
-NO_VALUE = "None"  # how a field that is null reads in a trial's configuration
-
-
-@dataclass(frozen=True, slots=True)
-class Panel(frame.Panel):
-    """One picture's worth. left_out: the cells of which trials began and none has completed, as they are named to people."""
-
-    sweep: Sweep
-    provenance: Provenance
-    left_out: Sequence[str] = ()
-
-    def values(self, axis: str) -> list[str]:
-        """Of a drawn axis: numbers in ascending order, names as they were given."""
-        return in_order(dict.fromkeys(cell.at[axis] for cell in self.cells))
 
 
 class Source(Frame):
-    """A sweep as figures read it. wanted: only these baselines. allow_mixed: see provenance.trace. prices: of what it ran
-    on, where whoever reads it gives some. also: further sweeps, whose trials count as this one's (see joined)."""
+    """A sweep as figures read it. allow_mixed: see provenance.trace. prices: of what it ran on, where whoever reads it gives
+    some."""
 
     def __init__(
         self, store: ResultsStore, sweep: Sweep, wanted: Sequence[str] = (), allow_mixed: bool = False,
         prices: Prices | None = None, also: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        super().__init__(store, sweep, also=also)
-        self.wanted, self.allow_mixed, self.prices, self.also = wanted, allow_mixed, prices or Prices(), also
+        super().__init__(store, sweep, also=also, wanted=wanted)
+        self.allow_mixed, self.prices, self.also = allow_mixed, prices or Prices(), also
         self._conversations: dict[int, frozenset[Any]] = {}
 
     def of_baselines(self, names: Sequence[str]) -> Source:
@@ -67,17 +47,6 @@ class Source(Frame):
     def command(self) -> str:
         """What completes the sweep: trials that it has are not run again."""
         return self.sweep.command or DEFAULT_COMMAND
-
-    @property
-    def trials(self) -> list[Trial]:
-        """Current, wanted, in order of id."""
-        found = {job.trial.id: job.trial for job in self.jobs if job.trial is not None}
-        chosen = set(self.baselines())
-        return [found[key] for key in sorted(found) if found[key].baseline in chosen]
-
-    def baselines(self) -> list[str]:
-        """As wanted, else all that the sweep has begun."""
-        return list(self.wanted) or list(dict.fromkeys(job.last.baseline for job in self.jobs))
 
     def swept(self, axis: str) -> list[str]:
         """The values that an axis takes in this sweep, those of trials that did not complete included."""
@@ -134,58 +103,28 @@ class Source(Frame):
         turns = self.turns_of(self.trials[0])
         return bool(((turns.index.get_level_values("turn") > 1) & (turns["phase"] == "chat")).any())
 
-    def panels(self, *along: str) -> list[Panel]:
-        """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`. A cell
-        without a completed trial is left out, and the caption names it.
-
-        An axis is a group (cache, eviction, ...) or a dotted field (workload.request_rate). Raises MissingSeries, with the
-        command to run, where nothing has completed, or nothing of a wanted baseline, and MixedPanel where one mixes what
-        must not be.
-        """
-        names = self.baselines()
-        done = {trial.baseline for trial in self.trials}
+    def panels(self, *along: str) -> Sequence[Panel]:
+        """As of Frame. Raises MissingSeries, with the command to run, where nothing has completed, or nothing of a wanted
+        baseline."""
+        done, begun = ({trial.baseline for trial in some} for some in (self.trials, [job.last for job in self.jobs]))
         for name in self.wanted:
             if name not in done:
-                command = self.command if self.has_begun(name) else f"python runners/run.py baseline={name} -m"
+                command = self.command if name in begun else f"python runners/run.py baseline={name} -m"
                 raise MissingSeries(
                     f"Sweep {self.sweep.id} has no completed trial of baseline {name}; run `{command}`."
                 )
         if not done:
             raise self.lacks("completed trial")
-        begun = [job for job in self.jobs if job.last.baseline in names]
-        every = [job.trial or job.last for job in begun]
-        axes = [axis for axis in varying_axes(self.sweep.overrides, every) if axis not in along]
-        groups: dict[tuple[str, ...], dict[tuple[str, ...], list[Trial]]] = {}
-        for job, one in zip(begun, every, strict=True):
-            group, place = (tuple(axis_value(one, axis) for axis in some) for some in (axes, along))
-            own = groups.setdefault(group, {}).setdefault((one.baseline, *place), [])
-            own += [job.trial] if job.trial else []
-        made = ((dict(zip(axes, group, strict=True)), self._cells(found, along)) for group, found in groups.items())
-        return [self._panel(group, cells) for group, cells in made if any(cell.trials for cell in cells)]
+        return super().panels(*along)
 
-    def has_begun(self, baseline: str) -> bool:
-        return any(job.last.baseline == baseline for job in self.jobs)
-
-    def _cells(self, found: Mapping[tuple[str, ...], Sequence[Trial]], along: Sequence[str]) -> list[Cell]:
-        """Baseline by baseline. found: by baseline and place."""
-        order = self.baselines()
-        keys = sorted(found, key=lambda key: order.index(key[0]))
-        return [Cell(name, dict(zip(along, place, strict=True)), found[name, *place]) for name, *place in keys]
-
-    def _panel(self, group: Mapping[str, str], every: Sequence[Cell]) -> Panel:
-        cells = [cell for cell in every if cell.trials]
-        left_out = [f"{cell.baseline}{f' ({cell.place})' if cell.at else ''}" for cell in every if not cell.trials]
-        completed = sum(job.trial is not None for job in self.jobs)
-        incomplete = max(self.sweep.n_expected, len(self.jobs)) - completed  # those that never began included
-        trials = [trial for cell in cells for trial in cell.trials]
-        return Panel(group, cells, self.sweep, self.trace(trials, incomplete), left_out)
-
-    def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
+    def trace(self, trials: Sequence[Trial]) -> Provenance:
         """What numbers of these trials stand on. Raises MixedPanel where they must not stand beside each other."""
         for trial in trials:  # kept, since each figure asks again
             if trial.id not in self._conversations:
                 self._conversations[trial.id] = frozenset(conversations_of(self.turns_of(trial)))
         conversations = frozenset[Any]().union(*(self._conversations[trial.id] for trial in trials))
+        completed = sum(job.trial is not None for job in self.jobs)
+        incomplete = max(self.sweep.n_expected, len(self.jobs)) - completed  # those that never began included
         return trace(self.sweep, trials, len(conversations), incomplete, self.allow_mixed)
 
 
@@ -216,48 +155,3 @@ def joined(sweep: Sweep, further: Sequence[Sweep]) -> Sweep:
     commands = " && ".join(one.command for one in every if one.command)
     n_expected = sum(one.n_expected for one in every)
     return Sweep(**{**kept, "overrides": overrides, "command": commands, "n_expected": n_expected})
-
-
-def latest_of(store: ResultsStore, workload: str) -> int | None:
-    """The id of the latest sweep with trials of a workload; None where there is none."""
-    found = (
-        select(Sweep.id)
-        .join(SweepTrial, SweepTrial.sweep_id == Sweep.id)
-        .join(Trial, Trial.id == SweepTrial.trial_id)
-        .where(Trial.workload == workload)
-        .order_by(Sweep.started_at.desc(), Sweep.id.desc())
-    )
-    with store.database.reading() as connection:
-        latest = connection.execute(found.limit(1)).scalar()
-    return None if latest is None else int(latest)
-
-
-def number(value: str) -> float | None:
-    """What a swept value comes to: a number as it is, a size ("2 ktokens", "1GiB") in tokens or bytes; None for a name."""
-    found = _size(value)
-    return found[1] if found else None
-
-
-def in_order(values: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Ascending where all that are given are numbers, or all are sizes in one unit, and what is not given (null) last;
-    else as given."""
-    sizes = {value: _size(value) for value in values}
-    known = [size for value, size in sizes.items() if value != NO_VALUE]
-    units = {size[0] for size in known if size and size[1]}  # nothing is as much in bytes as it is in tokens
-    if any(size is None for size in known) or len(units) > 1:
-        return list(sizes)
-    return sorted(sizes, key=lambda value: size[1] if (size := sizes[value]) else math.inf)
-
-
-def _size(value: str) -> tuple[str, float] | None:
-    """Its unit ("", "tokens" or "bytes") and how many; None for a name."""
-    try:
-        plain = float(value)
-        return ("", plain) if math.isfinite(plain) else None
-    except ValueError:
-        pass
-    try:
-        capacity = parse_capacity(value)
-    except ConfigError:
-        return None
-    return ("tokens", capacity.tokens) if capacity.tokens is not None else ("bytes", capacity.bytes or 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pensieve.errors import ConfigError
 
@@ -99,3 +102,40 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+# Values of swept fields, as texts
+
+NO_VALUE = "None"
+"""How a field that is null reads in a trial's configuration."""
+
+
+def number(value: str) -> float | None:
+    """What a swept value comes to: a number as it is, a size ("2 ktokens", "1GiB") in tokens or bytes; None for a name."""
+    found = _size(value)
+    return found[1] if found else None
+
+
+def in_order(values: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Ascending where all that are given are numbers, or all are sizes in one unit, and what is not given (null) last;
+    else as given."""
+    sizes = {value: _size(value) for value in values}
+    known = [size for value, size in sizes.items() if value != NO_VALUE]
+    units = {size[0] for size in known if size and size[1]}  # nothing is as much in bytes as it is in tokens
+    if any(size is None for size in known) or len(units) > 1:
+        return list(sizes)
+    return sorted(sizes, key=lambda value: size[1] if (size := sizes[value]) else math.inf)
+
+
+def _size(value: str) -> tuple[str, float] | None:
+    """Its unit ("", "tokens" or "bytes") and how many; None for a name."""
+    try:
+        plain = float(value)
+        return ("", plain) if math.isfinite(plain) else None
+    except ValueError:
+        pass
+    try:
+        capacity = parse_capacity(value)
+    except ConfigError:
+        return None
+    return ("tokens", capacity.tokens) if capacity.tokens is not None else ("bytes", capacity.bytes or 0)

@@ -14,7 +14,6 @@ from pensieve.lab.results.frame import axis_value, differences, flat, varying_ax
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import JobResult
 from pensieve.lab.results.sweep_table import SweepRow, cells_of, sweep_table
-from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table
 from pensieve.units import NONE, three_digits
 
@@ -24,13 +23,11 @@ SYMBOLS: Mapping[Verdict, str] = {"holds": "✓", "fails": "✗", "inconclusive"
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
 _PER_TRIAL = ("seed", "repeat")
 _HIDDEN = ("_partial_", "missing", "architecture", "inspect")
-_FLAGS_AS_FACTS = ("load", "floor_is")
 
 
 def contents(source: Source, judged: Sequence[Judged]) -> dict[str, Any]:
     """By the names that the template has for it."""
     told = sweep_table(source.store, source.sweep.id)
-    benchmark = bool(source.trials) and all(trial.workload.startswith("bench_") for trial in source.trials)
     upfront = [note for note in told.notes if note.above or note.code in UPFRONT]
     axes = varying_axes(source.sweep.overrides, source.trials)
     decided = [one for one in judged if one.verdict != "not comparable"]
@@ -40,9 +37,8 @@ def contents(source: Source, judged: Sequence[Judged]) -> dict[str, Any]:
         "command": source.sweep.command or DEFAULT_COMMAND,
         "facts": _facts(source, axes),
         "warnings": [note.text for note in upfront],
-        "answer": None if benchmark else told.headline,
-        "results": [] if benchmark else _comparison(told.rows),
-        "cases": _cases(source) if benchmark else [],
+        "answer": told.headline,
+        "results": _comparison(told.rows),
         "notes": [note.text for note in told.notes if note not in upfront],
         "verdicts": {verdict: sum(one.verdict == verdict for one in decided) for verdict in VERDICTS[:-1]},
         "claims": [_claim(one) for one in decided],
@@ -80,23 +76,6 @@ def _comparison(rows: Sequence[SweepRow]) -> Table:
     return [name | cells for name, cells in zip(named, cells_of(rows), strict=True)]
 
 
-def _cases(source: Source) -> Table:
-    """Of a benchmark: each case with what its backends made of it, beside the limit."""
-    lines = [
-        {
-            "case": case or NONE,
-            "backend": job.trial.baseline,
-            "metric": name,
-            "value": tables.estimated(Estimate(metric.value, metric.ci_low, metric.ci_high, metric.n or 0, 1)),
-            "unit": metric.unit,
-            "limit": three_digits(metric.limit_value),
-        }
-        for job in source.jobs if job.trial is not None
-        for (name, case), metric in sorted(job.metrics.items()) if metric.value is not None
-    ]  # fmt: skip
-    return sorted(lines, key=lambda line: line["case"])
-
-
 def _claim(one: Judged) -> dict[str, str]:
     """A line of the claims that this sweep decides: n, seeds, what was held against what, and the trials stand last."""
     found, unit, verdict = one.measured.found if one.measured else None, one.claim.unit.replace("x", "×"), one.verdict
@@ -131,7 +110,7 @@ def _flags(trials: Sequence[Trial]) -> Table:
     said: dict[tuple[str, str], list[int]] = defaultdict(list)
     for trial in trials:
         for name, value in (trial.flags or {}).items():
-            if isinstance(value, str) and value and name not in _FLAGS_AS_FACTS:
+            if isinstance(value, str) and value and name not in ("load", "floor_is"):
                 said[name, value].append(trial.id)
     return [{"flag": name, "what it says": text, "trials": ranges(sorted(ids))} for (name, text), ids in said.items()]
 

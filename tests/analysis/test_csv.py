@@ -43,10 +43,6 @@ def rows_of(store, **where):
     return [row for row in counted if all(row[name] == value for name, value in where.items())]
 
 
-def nearest_rank(values, p):
-    return sorted(values)[math.ceil(p * len(values)) - 1]
-
-
 @pytest.fixture
 def written(drawn, tmp_path):
     def draw(name, source):
@@ -55,17 +51,6 @@ def written(drawn, tmp_path):
             return list(csv.DictReader(file))
 
     return draw
-
-
-def test_medians_by_turn(store, written):
-    source = chat(store, {"baseline": NAMES})
-    rows = [row for row in written("ttft_by_turn", source) if row["baseline"] != "ideal"]
-    assert [(row["baseline"], row["turn"]) for row in rows] == [
-        (name, str(turn)) for name in NAMES for turn in range(1, 5)
-    ]
-    for row in rows:
-        times = [one["ttft_ms"] for one in rows_of(store, baseline=row["baseline"], turn=int(row["turn"]))]
-        assert (float(row["ttft_ms_median"]), row["n"]) == (nearest_rank(times, 0.5), "6")
 
 
 def test_speed_ups_are_paired_by_conversation(store, written):

@@ -7,8 +7,7 @@ import csv
 import pytest
 from matplotlib.colors import to_hex
 
-from analysis import load, style
-from analysis.quantities import Quantity
+from analysis import style
 from analysis.registry import FIGURES
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
@@ -91,16 +90,6 @@ def test_a_cell_that_no_trial_completed_is_left_out_and_named(drawn, store, tmp_
         FIGURES["agent_scaling"].draw(open_source(store, wanted=["pensieve", "vllm"]), tmp_path)
 
 
-def test_loads_of_which_one_is_no_number_stand_at_equal_distances(drawn, tmp_path, store):
-    axes = {"workload.users": ["None", "2", "8"], "baseline": ["pensieve"]}
-    good = {"goodput_req_s": 1.0, "throughput_req_s": 2.0}
-    turns = [answered("a", 1, 10.0)]
-    source = fill(store, axes, lambda at, seed: turns, lambda at, seed: good, slo={"slo.ttft_ms": "200"})
-    FIGURES["goodput"].draw(source, tmp_path)
-    assert [x for x, _ in drawn["goodput"].lines["pensieve"]] == [0, 1, 2]
-    assert drawn["goodput"].ticks[-3:] == ["2", "8", "unlimited"]
-
-
 def test_bars_are_quantities_and_what_nobody_counted_is_not_drawn_as_none(drawn, tmp_path):
     FIGURES["disaggregation"].draw(decoding(), tmp_path)
     times, moved = drawn["disaggregation"].figure.axes
@@ -113,18 +102,6 @@ def test_bars_are_quantities_and_what_nobody_counted_is_not_drawn_as_none(drawn,
     assert {"sent 1.02 kB", "all 10"} <= set(drawn["disaggregation"].texts)
     rows = {row["baseline"]: row["sent_bytes_per_token"] for row in rows_of(tmp_path, "disaggregation")}
     assert rows == {"pensieve": "", "stateless": "1024.0"}
-
-
-def test_a_sum_of_metrics_is_of_trials_that_have_all_of_them(store):
-    def metrics(at, seed):
-        return {"sent_bytes_per_token": 10.0, **({"received_bytes_per_token": 5.0} if seed == 0 else {})}
-
-    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("a", 1)], metrics)
-    [cell] = source.panels()[0].cells
-    both = Quantity(of="sent_bytes_per_token + received_bytes_per_token", how="seeds")
-    assert both.found(source, cell) is None, "a mean of one trial would pass for that of two"
-    assert Quantity(of="received_bytes_per_token", how="seeds").found(source, cell).value == 5.0
-    assert Quantity(of="sent_bytes_per_token", how="sum").found(source, cell) == 20.0
 
 
 def test_latency_stands_over_the_achieved_rate_and_goodput_over_the_load(drawn, store, tmp_path):
@@ -153,22 +130,6 @@ def test_latency_stands_over_the_achieved_rate_and_goodput_over_the_load(drawn, 
         [1, 10, 2, 10], [1, 10, 2, 10], [2, 0.5, 4, 1], [2, 1, 4, 2]
     ]  # fmt: skip
     assert [row["offered_req_s"] for row in rows_of(tmp_path, "throughput_latency")] == ["2.0", "4.0"]
-
-
-def test_the_table_at_the_papers_latency_has_a_line_a_system_and_its_ratio(store, tmp_path, monkeypatch):
-    def metrics(at, seed):
-        load = float(at["workload.relative_rate"])
-        times = dict.fromkeys(("normalized_latency_ms_mean", "normalized_latency_ms_p90"), 120.0 * load - 60.0)
-        return {"throughput_req_s": load * (2 if at["baseline"] == "pensieve" else 1), **times}
-
-    axes = {"workload.relative_rate": ["1", "2"], "baseline": ["pensieve", "stateless"]}
-    source = fill(store, axes, lambda at, seed: [answered("a", 1, 10.0)], metrics)
-    claim = next(one for one in load._claims() if one.arguments["limit"] == 120)
-    monkeypatch.setattr(load, "compared", lambda trials: claim)
-    [drawing] = FIGURES["paper_throughput"].draw(source, tmp_path)
-    ours, theirs, *_ = drawing.table
-    assert [*ours.values()][:7] == ["pensieve", "mean", "120", "2 of 2", "stateless", "3.00", "2.00"]
-    assert [theirs[head] for head in ("system", "requests/s", "ratio")] == ["stateless", "1.50", "–"]
 
 
 def conversations_of(at, seed):

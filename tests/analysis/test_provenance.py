@@ -43,22 +43,13 @@ def test_what_must_not_stand_in_one_panel_is_refused_unless_asked_for_and_then_s
     chat(store)
     source = change(store, "stateless", **changed)
     with pytest.raises(MixedPanel, match=f"One panel would hold .*{said}.*--allow-mixed"):
-        source.panels()
+        FIGURES["ttft_by_turn"].draw(source, tmp_path)
     allowed = open_source(store, allow_mixed=True)
     [drawing] = FIGURES["ttft_by_turn"].draw(allowed, tmp_path)
     warning = next(text for text in drawn["ttft_by_turn"].texts if text.startswith("MIXED: "))
     told = json.loads(drawing.sidecar.read_text())
     assert told["allow_mixed"] is True
     assert warning.startswith(" ".join(["MIXED:", *"; ".join(told["mixed"]).split()]))
-
-
-def test_classes_of_ones_own_may_have_code_of_their_own(store):
-    chat(store)
-    own = {"seed": 0, "eviction": {"_target_": "my_module.Longest"}}
-    for job in change(store, "stateless", code_hash="package and my_module").jobs:
-        if job.last.baseline == "stateless":
-            store.set_trial(job.last.id, config={**job.last.config, **own, "seed": job.last.seed})
-    assert len(open_source(store).panels()[0].provenance.code) == 2
 
 
 def test_settings_that_engines_report_unlike_are_said_beside_another_engine():

@@ -26,7 +26,9 @@ def mapped(store, found=FOUND, slo=500.0, **more):
         place = (*place, 0)[:3]
         number = question.job(place, 0)
         engine = {"budget_gpu_tokens": 1000 * (place[0] + 1), "budget_cpu_tokens": 1000 * place[1]}
-        fields = trial_fields(fingerprint=f"print {number}", engine=engine, kv_bytes_per_token=2**20)
+        cache = dict(zip(("gpu", "cpu", "disk"), question.sizes(place), strict=True))
+        config = {"cache": {**cache, "disk": cache["disk"] or 0}}
+        fields = trial_fields(fingerprint=f"print {number}", engine=engine, kv_bytes_per_token=2**20, config=config)
         trial = store.begin_trial({**fields, "seed": 0})
         store.link(sweep, trial, number, reused=False)
         store.add_turns(trial, [answered("a", 1, 5.0)])

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from analysis.registry import FIGURES
-from analysis.sweep import in_order, number, open_source
+from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
+from pensieve.units import in_order, number
 from tests.analysis.sweeps import fill
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
@@ -50,20 +51,13 @@ def test_what_did_not_complete_is_left_out_and_said(store):
     store.link(source.sweep.id, failed, 9, reused=False)
     store.finish_trial(failed, "failed", error="No memory.")
     store.set_sweep(source.sweep.id, n_expected=5)
-    [panel] = open_source(store).panels()
-    assert (panel.baselines, panel.left_out, panel.provenance.incomplete) == (["pensieve"], ["stateless"], 3)
+    source = open_source(store)
+    [panel] = source.panels()
+    assert (panel.baselines, panel.left_out, source.trace([]).incomplete) == (["pensieve"], ["stateless"], 3)
     [plot] = FIGURES["ttft_by_turn"].plots(open_source(store))
     assert "stateless" not in {row["baseline"] for row in plot.rows}
     with pytest.raises(MissingSeries, match=r"has no completed trial of stateless beside the others; run `run.py -m`"):
         list(FIGURES["speedup"].plots(open_source(store)))
-
-
-def test_an_axis_with_a_null_value_is_drawn(store):
-    source = chat(store, {"workload.users": ["None", "2"], "baseline": ["pensieve", "stateless"]})
-    assert source.swept("workload.users") == ["2", "None"]
-    [panel] = source.panels("workload.users")
-    assert panel.values("workload.users") == ["2", "None"]
-    assert [len(cell.trials) for cell in panel.cells] == [2] * 4
 
 
 def test_sizes_are_in_order_of_what_they_come_to():

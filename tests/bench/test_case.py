@@ -13,7 +13,7 @@ CASE = Case("decode 1", 0.5, "bytes over bandwidth", "time_ms")
 OURS, PEER = Measured("ours", [1.0]), Measured("sdpa", [2.0])
 
 
-@pytest.mark.parametrize(("n", "outer"), [(6, 0), (8, 0), (9, 1), (12, 2), (25, 7)])
+@pytest.mark.parametrize(("n", "outer"), [(6, 0), (9, 1), (25, 7)])
 def test_the_interval_is_the_narrowest_pair_of_order_statistics_with_95_percent(n, outer):
     """outer: of a table of the sign test at 5 % (two-sided), how many values are left out at each end."""
     values = [float(i) for i in range(n)]
@@ -25,8 +25,6 @@ def test_the_interval_is_the_narrowest_pair_of_order_statistics_with_95_percent(
     [
         ({}, [OURS, PEER], []),
         ({}, [OURS, Measured("sdpa", error="it is gone.")], ["no peer ran beside it (sdpa: it is gone)"]),
-        ({}, [Measured("ours", error="boom"), PEER], ["nothing was measured for ours (ours: boom)"]),
-        ({"ours": "sdpa"}, [OURS, PEER], []),
         ({"ours": "sdpa"}, [OURS], ["nothing was measured for sdpa"]),
         ({"peer": "cb"}, [OURS, PEER], ["no peer ran beside it"]),
         ({"peer": "cb"}, [OURS, PEER, Measured("cb", [1.0])], []),
@@ -90,7 +88,7 @@ class Stopped:
         self.now_s += seconds
 
 
-def test_rounds_alternate_and_each_begins_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_alternate_each_begins_with_another_and_short_runs_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, calls = Stopped(monkeypatch), list[str]()
 
     def slow(name: str) -> None:
@@ -99,20 +97,10 @@ def test_rounds_alternate_and_each_begins_with_another(monkeypatch: pytest.Monke
 
     times = interleaved({"a": lambda: slow("a"), "b": lambda: slow("b")}, 2, CPU, at_least_ms=0.0)
     assert calls == [*"aaabbb", "a", "b", "b", "a"]  # two warm calls and one to size each
-    assert [len(t.values) for t in times.values()] == [2, 2]
-    assert all(value == pytest.approx(2.0) for t in times.values() for value in t.values)
-
-
-def test_short_runs_are_repeated_and_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, calls = Stopped(monkeypatch), [0]
-
-    def short() -> None:
-        calls[0] += 1
-        clock.run(0.001)
-
-    times = interleaved({"short": short}, 1, CPU, at_least_ms=10.0)["short"]
-    assert calls[0] == 2 + 1 + 10, "two warm calls, one to size it, and as many as take 10 ms"
-    assert times.values == [pytest.approx(1.0)]
+    assert [[pytest.approx(2.0)] * 2] * 2 == [t.values for t in times.values()]
+    calls.clear()
+    times = interleaved({"c": lambda: slow("c")}, 1, CPU, at_least_ms=20.0)
+    assert (len(calls), times["c"].values) == (2 + 1 + 10, [pytest.approx(2.0)]), "as many as take 20 ms, divided"
 
 
 def test_a_backend_that_raises_costs_only_itself() -> None:

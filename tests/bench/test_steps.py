@@ -5,7 +5,7 @@ import torch
 
 from pensieve.device.worker import TorchOptions
 from pensieve.lab.bench import steps
-from pensieve.lab.bench.steps import Generate, Stepper, plain_module, prompt
+from pensieve.lab.bench.steps import Stepper, plain_module, prompt
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model, tiny_spec
 
@@ -15,20 +15,15 @@ def model():
     return tiny_model("llama")
 
 
-def test_the_floor_reads_all_weights_and_kv_once_or_does_all_operations():
+def test_floors_read_all_weights_and_kv_once_or_do_all_operations():
     spec = tiny_spec("llama")
     weights = 4 * (spec.read_parameters(1) + 97 * 64)
     by_memory = steps.floor_ms(spec, 3, 40, copy_bytes_s=1e6, matrix_flops_s=1e15)
     assert by_memory == pytest.approx((weights + 3 * 41 * spec.kv_bytes_per_token) / 1e6 * 1e3)
     operations = 3 * (2 * spec.read_parameters(1) + 2 * 97 * 64 + 41 * spec.attention_flops_per_pair)
     assert steps.floor_ms(spec, 3, 40, copy_bytes_s=1e15, matrix_flops_s=1e6) == pytest.approx(operations / 1e3)
-
-
-def test_a_prompts_operations_are_those_of_its_projections_and_its_causal_attention():
-    spec = tiny_spec("llama")
     pairs = 10 * 11 // 2
-    expected = 10 * 2 * spec.read_parameters(1) + 4 * 2 * 4 * 16 * pairs + 2 * 97 * 64
-    assert steps.operations(spec, 10) == expected
+    assert steps.operations(spec, 10) == 10 * 2 * spec.read_parameters(1) + 4 * 2 * 4 * 16 * pairs + 2 * 97 * 64
 
 
 def test_the_stepper_computes_what_the_plain_model_computes(model):
@@ -43,13 +38,6 @@ def test_the_stepper_computes_what_the_plain_model_computes(model):
         for _ in range(2):  # the token that follows the prompt, then the one that a decode step gave
             ids = (*ids, int(module(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
     assert token == ids[-1]
-
-
-def test_generate_is_timed_between_its_tokens_and_can_be_asked_again(model):
-    peer = Generate(plain_module(model), 2, 40, 97)
-    assert peer.step_ms(4) > 0
-    assert peer._cache.get_seq_length() == 40
-    assert peer.step_ms(3) > 0
 
 
 def test_decode_and_prefill_stand_beside_their_peers(model, tmp_path, monkeypatch):

@@ -15,12 +15,6 @@ def model():
     return load_model(ModelAsked(spec, threads=1))
 
 
-def test_blocks_lie_in_runs_of_the_length_asked_for():
-    assert swap.scattered(6, 2) == (0, 1, 4, 5, 8, 9)
-    assert swap.scattered(4, 4) == (0, 1, 2, 3)
-    assert max(swap.scattered(128, 8)) < 256
-
-
 def test_every_figure_stands_beside_its_limit_and_its_peer(model, tmp_path, monkeypatch):
     bench = make_bench("swap", tmp_path, repeats=1)
     monkeypatch.setattr(swap, "load", lambda bench: model)

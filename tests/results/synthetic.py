@@ -13,41 +13,29 @@ from pensieve.lab.results.schema import ClaimRow
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import Estimate
 from pensieve.serve.record import TurnRecord
-from tests.results.trials import MEMORY, add_trial, open_sweep, turn
+from tests.analysis.sweeps import fill
+from tests.results.trials import MEMORY, turn
 
 Turns = Callable[[int], Sequence[TurnRecord]]
 
 
 def sweep(
-    turns: Mapping[str, Turns],
+    turns: Mapping[str, Callable[..., Sequence[TurnRecord]]],
     seeds: int = 5,
-    metrics: Mapping[str, Callable[[int], dict[str, float]]] | None = None,
+    metrics: Mapping[str, Callable[..., dict[str, float]]] | None = None,
     axis: str | None = None,
-    values: Sequence[Any] = (None,),
-    **changed: Any,
+    values: Sequence[Any] = (),
 ) -> ResultsStore:
     """Sweep 1: a trial for each seed, value of the axis and baseline. turns, metrics: by baseline, of the seed; with an
-    axis, of (seed, value). changed: columns of every trial."""
+    axis, of (seed, value as text)."""
     store = ResultsStore(MEMORY)
-    overrides = {"baseline": ",".join(turns)} | ({axis: ",".join(map(str, values))} if axis else {})
-    sweep_id = open_sweep(store, **overrides)
-    assert sweep_id == 1
-    job = 0
-    config = changed.pop("config", {"workload": {"name": changed.get("workload", "chat")}})
-    for seed in range(seeds):
-        for value in values:
-            for name, turns_of in turns.items():
-                asked = (seed,) if axis is None else (seed, value)
-                own = (metrics or {}).get(name, lambda *_: {})(*asked)
-                at = config if axis is None else {**config, **_nested(axis, value, config)}
-                add_trial(store, 1, job, name, turns_of(*asked), own, seed=seed, config=at, **changed)
-                job += 1
+
+    def of(made: Mapping[str, Callable[..., Any]], none: Any) -> Callable[[Mapping[str, str], int], Any]:
+        return lambda at, seed: made.get(at["baseline"], lambda *_: none)(seed, *([at[axis]] if axis else []))
+
+    axes = {**({axis: [str(value) for value in values]} if axis else {}), "baseline": list(turns)}
+    fill(store, axes, of(turns, ()), of(metrics or {}, {}), seeds=range(seeds))
     return store
-
-
-def _nested(axis: str, value: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    group, _, field = axis.partition(".")
-    return {group: {**config.get(group, {}), field: value}}
 
 
 def talk(*ttft_ms: float, sessions: int = 4, **changed: Any) -> Turns:
@@ -78,7 +66,7 @@ def measure(
     **arguments: Any,
 ) -> Estimate:
     evidence = Frame(store, 1)
-    [group] = evidence.groups(over)
+    [group] = evidence.panels(*([over] if over else []))
     sides = Sides(evidence, group.trials[ours], group.trials[theirs] if theirs else (), over)
     return MEASURES[reduction](sides, **arguments).found
 
@@ -92,7 +80,7 @@ def claim(**changed: Any) -> Claim:
             "measure": "speedup",
             "of": "pensieve",
             "against": ["stateless"],
-            "claimed": {"above": 2.0},
+            "claimed": {"low": 2.0},
             "unit": "x",
         }
         | changed

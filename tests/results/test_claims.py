@@ -36,56 +36,42 @@ ONE = """
   arguments: {turn: 5}
   of: pensieve
   against: [vllm, stateless]
-  claimed: {above: 2.0}
+  claimed: {low: 2.0}
   unit: x
   conditions: {model: [tiny]}
 """
 
 
-def read(tmp_path, text):
-    path = tmp_path / "claims.yaml"
-    path.write_text(text)
-    return read_claims(path)
-
-
 @pytest.mark.parametrize(
-    ("claimed", "low", "high", "number", "shown"),
+    ("claimed", "number", "shown"),
     [
-        ({"above": 2.0}, 2.0, math.inf, 2.0, "> 2"),
-        ({"below": 200}, -math.inf, 200, 200, "< 200"),
-        ({"between": [1.5, 2.5]}, 1.5, 2.5, 1.5, "1.5 to 2.5"),
-        ({"between": [1e3, 1e5]}, 1e3, 1e5, 1e3, "1,000 to 100,000"),
-        ({"about": 1.36, "give_or_take": 0.136}, 1.224, 1.496, 1.36, "about 1.36 (± 0.136)"),
+        ({"low": 2.0}, 2.0, "> 2"),
+        ({"high": 200}, 200, "< 200"),
+        ({"low": 1e3, "high": 1e5}, 1e3, "1,000 to 100,000"),
+        ({"low": 1.224, "high": 1.496, "published": 1.36}, 1.36, "1.36 (1.224 to 1.496)"),
     ],
 )
-def test_what_is_claimed_becomes_bounds(claimed, low, high, number, shown):
+def test_what_is_claimed_is_told_by_what_was_published(claimed, number, shown):
     found = Claimed.model_validate(claimed)
-    assert (*found.ends, found.number) == (pytest.approx(low), pytest.approx(high), number)
-    assert found.shown == shown
+    assert (found.number, found.shown) == (number, shown)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("{above: 2.0}", "{above: 2.0, below: 3.0}", "give one of above, below, between and about"),
-        ("{above: 2.0}", "{}", "give one of"),
-        ("{above: 2.0}", "{about: 2.0}", "about needs give_or_take"),
-        ("{above: 2.0}", "{between: [3, 2]}", "lower end first"),
         ("measure: speedup", "measure: speedupp", "there is no measure speedupp; there are: axis_ratio, "),
         ("{turn: 5}", "{turns: 5}", "the measure speedup takes no turns"),
-        ("unit: x", "unit: x\n  colour: red", r"Claim 1.colour of claims.yaml cannot be used"),
-        ("  unit: x\n", "", r"1.unit of claims.yaml cannot be used: Field required"),
-        ("name: speedup", "name: Speed up", r"Claim 1.name"),
+        ("unit: x", "unit: x\n  colour: red", r"Claim 0.colour .* of claims.yaml cannot be used"),
         (ONE, ONE + ONE, "two claims called speedup"),
-        (ONE, "[", "not YAML: "),
+        (ONE, "[", "cannot be read: "),
         (ONE, "name: x", "valid list"),
     ],
 )
 def test_a_malformed_file_is_one_sentence_that_names_the_entry(tmp_path, old, new, sentence):
+    path = tmp_path / "claims.yaml"
+    path.write_text(ONE.replace(old, new))
     with pytest.raises(ConfigError, match=sentence):
-        read(tmp_path, ONE.replace(old, new))
-    with pytest.raises(ConfigError, match="cannot be read from"):
-        read_claims(tmp_path / "none.yaml")
+        read_claims(path)
 
 
 def test_the_claims_that_ship_name_what_exists_and_bear_the_published_numbers():
@@ -95,11 +81,8 @@ def test_the_claims_that_ship_name_what_exists_and_bear_the_published_numbers():
         for group in ("model", "workload"):
             assert set(one.conditions.get(group, ())) <= set(options(group)), one.name
         assert one.source and one.text[0].isupper() and not one.text.endswith(".")
-    claimed = {one.name: one.claimed.shown for one in claims}
-    assert [shown.split()[1] for name, shown in claimed.items() if "paper" in name] == (
-        ["1.36", "1.7", "1.17", "1.58", "2.04", "3"]
-    )
-    assert claimed["throughput"] == "1.5 to 2.5" and claimed["awareness_bytes"] == "1,000 to 100,000"
+    assert [one.claimed.published for one in claims if "paper" in one.name] == [1.36, 1.70, 1.17, 1.58, 2.04, 3.0]
+    assert all(one.claimed.low < one.claimed.high for one in claims)
 
 
 # Trials against the conditions of a claim.
@@ -109,12 +92,10 @@ def test_the_claims_that_ship_name_what_exists_and_bear_the_published_numbers():
     ("field", "wanted", "clause"),
     [
         ("model", ("opt_13b", "t*y"), None),
-        ("simulated", (False,), None),
         ("device", (None,), None),
         ("workload.users", (6,), None),
         ("flags.load", ("closed",), None),
         ("model", ("opt_13b", "opt_66b"), "model is tiny, gpt2 here, claimed for opt_13b or opt_66b"),
-        ("device", ("*A100*",), "device is not set here, claimed for *A100*"),
         ("workload.users", (1,), "workload.users is 6 here, claimed for 1"),
     ],
 )
@@ -185,10 +166,6 @@ def test_a_metric_of_a_trial_is_compared_by_seed_or_taken_as_it_is():
     assert (found.value, found.ci_low, found.n) == (pytest.approx(3.0), pytest.approx(3.0), 5)
     found = measure(store, "metric_value", name=name)
     assert found.value == pytest.approx(32.0) and found.ci_low < 32.0 < found.ci_high
-    with pytest.raises(MissingSeries, match="no seed has ttft_ms_p50 of both"):
-        measure(store, "metric_ratio", theirs="stateless", name="ttft_ms_p50")
-    with pytest.raises(MissingSeries, match="no trial has ttft_ms_p50"):
-        measure(store, "metric_value", name="ttft_ms_p50")
     repeats = both(seeds=1, metrics=metrics)
     for repeat in range(1, 9):
         for job, own in enumerate(("pensieve", "stateless")):
@@ -225,17 +202,16 @@ def test_throughput_at_latency_is_read_between_rates():
     def of(capacity):
         return lambda seed, rate: {
             "throughput_req_s": float(rate),
-            "normalized_latency_ms_p90": 100.0 * rate / capacity,
+            "normalized_latency_ms_p90": 100.0 * float(rate) / capacity,
         }
 
     axis = "workload.request_rate"
     metrics = {"pensieve": of(3.0), "stateless": of(2.0)}
     turns = {name: lambda seed, rate: talk(10.0)(seed) for name in metrics}
     few, store = (sweep(turns, seeds=seeds, metrics=metrics, axis=axis, values=[1, 2, 3, 4]) for seeds in (4, 5))
-    found = measure(few, "throughput_at_latency_ratio", theirs="stateless", over=axis, limit=120.0)
-    assert (found.value, found.ci_low, found.ci_high) == (pytest.approx(3.6 / 2.4), None, None)
-    found = measure(store, "throughput_at_latency_ratio", theirs="stateless", over=axis, limit=120.0)
-    assert (found.value, found.ci_low, found.n) == (pytest.approx(3.6 / 2.4), pytest.approx(1.5), 5)
+    for evidence, low in ((few, None), (store, 1.5)):
+        found = measure(evidence, "throughput_at_latency_ratio", theirs="stateless", over=axis, limit=120.0)
+        assert (found.value, found.ci_low) == (pytest.approx(3.6 / 2.4), low and pytest.approx(low))
     with pytest.raises(MissingSeries, match="crosses 900 ms"):
         measure(store, "throughput_at_latency_ratio", theirs="stateless", over=axis, limit=900.0)
 
@@ -245,31 +221,25 @@ def test_throughput_at_latency_is_read_between_rates():
 TEN_MS, THIRTY_MS = talk(10.0, 10.0), talk(30.0, 30.0)
 
 
-def verdict(store, **changed):
-    [one] = judge_sweep(store, 1, [claim(**changed)])
-    return one.verdict, one.why
-
-
-def test_verdicts_of_a_sweep():
-    def uneven(seed):
-        return talk(10.0 * (1 + 4 * seed), 10.0)(seed)
-
-    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
-    assert verdict(store)[0] == "holds"
-    assert verdict(sweep({"pensieve": THIRTY_MS, "stateless": TEN_MS}))[0] == "fails"
-    across = verdict(sweep({"pensieve": uneven, "stateless": THIRTY_MS}), claimed={"above": 1.3})
-    assert across == ("inconclusive", "the interval lies across the claim's bound")
-    absent = verdict(store, against=["vllm", "gpu_only"])
-    assert absent == ("not comparable", "no completed trial of vllm or gpu_only in this sweep")
-
-
-def test_a_condition_that_differs_leaves_the_measurement_to_be_seen():
-    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
-    [one] = judge_sweep(store, 1, [claim(conditions={"model": ["opt_13b"]})])
-    assert (one.verdict, one.measured.found.value) == ("not comparable", pytest.approx(3.0))
-    assert "model is tiny here, claimed for opt_13b" in one.why
-    [one] = judge_sweep(store, 1, [claim(conditions={"workload": ["hotness"]})])  # is another question
-    assert (one.verdict, one.measured) == ("not comparable", None)
+@pytest.mark.parametrize(
+    ("changed", "verdict", "why", "measured"),
+    [
+        ({}, "holds", "within the claim", 3.0),
+        ({"claimed": {"high": 1.0}}, "fails", "above the claim", 3.0),
+        (
+            {"against": ["vllm", "gpu_only"]},
+            "not comparable",
+            "no completed trial of vllm or gpu_only in this sweep",
+            None,
+        ),
+        ({"conditions": {"model": ["opt_13b"]}}, "not comparable", "model is tiny here, claimed for opt_13b", 3.0),
+        ({"conditions": {"workload": ["hotness"]}}, "not comparable", "", None),  # another question
+    ],
+)
+def test_verdicts_of_a_sweep(changed, verdict, why, measured):
+    [one] = judge_sweep(sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS}), 1, [claim(**changed)])
+    assert one.verdict == verdict and why in one.why
+    assert (one.measured and one.measured.found.value) == (measured and pytest.approx(measured))
 
 
 def test_of_several_workloads_those_that_the_claim_is_about_are_taken():
@@ -280,37 +250,30 @@ def test_of_several_workloads_those_that_the_claim_is_about_are_taken():
     assert (one.verdict, one.trial_ids) == ("holds", tuple(range(1, 11)))
 
 
-def test_every_group_of_a_sweep_is_judged_by_itself():
-    def ours(seed, cache):
-        return talk(10.0 if cache == "large" else 30.0)(seed)
-
-    turns = {"pensieve": ours, "stateless": lambda seed, cache: talk(30.0)(seed)}
+def test_every_group_is_judged_and_what_none_can_speak_to_is_said_once_of_the_nearest():
+    turns = {
+        "pensieve": lambda seed, cache: talk(10.0 if cache == "large" else 30.0)(seed),
+        "stateless": lambda seed, cache: talk(30.0)(seed),
+    }
     store = sweep(turns, axis="cache.size", values=["large", "small"])
     found = {one.name: one.verdict for one in judge_sweep(store, 1, [claim()])}
     assert found == {"speedup (cache.size=large)": "holds", "speedup (cache.size=small)": "fails"}
-
-
-def test_what_no_group_can_speak_to_is_said_once_of_the_nearest_group():
-    turns = {"pensieve": lambda seed, size: TEN_MS(seed), "stateless": lambda seed, size: THIRTY_MS(seed)}
-    store = sweep(turns, axis="cache.size", values=[1, 2, 3])
-    conditions = {"model": ["opt_13b"], "cache.size": [2]}
-    [one] = judge_sweep(store, 1, [claim(conditions=conditions)])
-    assert one.name == "speedup (cache.size=2)"
-    assert one.differences == ("model is tiny here, claimed for opt_13b",)
+    [one] = judge_sweep(store, 1, [claim(conditions={"model": ["opt_13b"], "cache.size": ["small"]})])
+    assert (one.name, one.differences) == ("speedup (cache.size=small)", ("model is tiny here, claimed for opt_13b",))
 
 
 def test_rows_of_the_table_are_replaced_not_added():
     store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
     other = store.open_sweep("other", "chat", None, None, {}, 0, "host", None)
     record_claims(store, other, judge_sweep(store, other, [claim(name="kept")]))
-    first = [claim(), claim(name="dropped", claimed={"between": [1.0, 2.0]})]
+    first = [claim(), claim(name="dropped", claimed={"low": 1.0, "high": 2.0})]
     record_claims(store, 1, judge_sweep(store, 1, first))
     assert [(row.name, row.verdict) for row in recorded_claims(store, 1)] == [
         ("dropped", "fails"),
         ("speedup", "holds"),
     ]
     for _ in range(2):
-        record_claims(store, 1, judge_sweep(store, 1, [claim(claimed={"below": 1.0})]))
+        record_claims(store, 1, judge_sweep(store, 1, [claim(claimed={"high": 1.0})]))
     [row] = recorded_claims(store, 1)
     assert (row.name, row.verdict, row.claimed) == ("speedup", "fails", 1.0)
     assert (row.measured, row.n, row.trial_ids) == (pytest.approx(3.0), 20, list(range(1, 11)))
@@ -320,7 +283,7 @@ def test_rows_of_the_table_are_replaced_not_added():
 
 # Each verdict from the intervals that call for it.
 
-RANGE, ABOVE, BELOW = Claimed(between=(1.5, 2.5)), Claimed(above=2.0), Claimed(below=1.0)
+RANGE, ABOVE, BELOW = Claimed(low=1.5, high=2.5), Claimed(low=2.0), Claimed(high=1.0)
 
 
 def measured(low, high, value=None, seeds=3, n=18):
@@ -332,17 +295,13 @@ def measured(low, high, value=None, seeds=3, n=18):
     ("claimed", "low", "high", "verdict", "word"),
     [
         (RANGE, 1.5, 2.5, "holds", "within"),
-        (RANGE, 2.0, 2.0, "holds", "within"),
         (RANGE, 2.6, 3.0, "fails", "above"),
         (RANGE, 1.0, 1.4, "fails", "below"),
         (RANGE, 1.0, 1.6, "inconclusive", "across"),
         (RANGE, 2.4, 3.0, "inconclusive", "across"),
-        (RANGE, 1.0, 3.0, "inconclusive", "across"),
         (ABOVE, 2.0, 9.0, "holds", "within"),
         (ABOVE, 1.0, 1.9, "fails", "below"),
-        (ABOVE, 1.9, 2.1, "inconclusive", "across"),
         (BELOW, -0.5, 1.0, "holds", "within"),
-        (BELOW, 1.1, 1.2, "fails", "above"),
         (BELOW, 0.9, 1.1, "inconclusive", "across"),
     ],
 )
@@ -354,7 +313,6 @@ def test_a_claim_holds_or_fails_only_where_the_whole_interval_does(claimed, low,
 def test_what_comes_before_the_interval():
     few = measured(1.9, 2.0, seeds=1)
     assert judge(RANGE, few, [], fewest_seeds=3) == ("inconclusive", "one seed, and 3 are needed")
-    assert judge(RANGE, measured(1.9, 2.0, seeds=2), [], fewest_seeds=3)[1] == "2 seeds, and 3 are needed"
     assert judge(RANGE, few, [], fewest_seeds=1)[0] == "holds"
     found, why = judge(RANGE, measured(None, None, value=2.0, n=4), [])
     assert found == "inconclusive" and "n = 4 conversations, 3 seeds" in why

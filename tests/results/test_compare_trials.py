@@ -36,35 +36,23 @@ def contrasts(store, a="baseline=pensieve", b="baseline=stateless"):
     return {(row.group, row.metric, row.label): row for row in found.rows}, found.notes
 
 
-def test_latencies_are_paired_by_seed_and_conversation():
-    store = ResultsStore(MEMORY)
+def test_latencies_are_paired_by_conversation_and_a_throughput_by_trial_whose_interval_takes_five_seeds():
+    few, store = ResultsStore(MEMORY), ResultsStore(MEMORY)
+    fill(few, seeds=3, users=(3, 6))
     fill(store, seeds=5)
     rows, notes = contrasts(store)
-    row = rows["", "ttft_ms_mean", ""]
-    assert row.ratio == pytest.approx(0.5)
-    assert (row.ci_low, row.ci_high) == pytest.approx((0.5, 0.5))
+    row, rate = rows["", "ttft_ms_mean", ""], rows["", "throughput_output_tok_s", ""]
+    assert (row.ratio, row.ci_low, row.ci_high, row.b) == pytest.approx((0.5, 0.5, 0.5, 2 * row.a))
     assert (row.n, row.n_unit, row.verdict) == (20, "conversations", "A is better")
-    assert row.b == pytest.approx(2 * row.a)
     assert "baseline (pensieve in A, stateless in B)" in notes[0]
-    back, _ = contrasts(store, "baseline=stateless", "baseline=pensieve")
-    assert back["", "ttft_ms_mean", ""].ratio == pytest.approx(2.0)
-    assert back["", "ttft_ms_mean", ""].verdict == "B is better"
-
-
-def test_a_trial_gives_one_throughput_and_an_interval_takes_five_seeds():
-    store = ResultsStore(MEMORY)
-    fill(store, seeds=3)
-    row = contrasts(store)[0]["", "throughput_output_tok_s", ""]
-    assert row.ratio == pytest.approx(2.0)
-    assert (row.n, row.n_unit, row.ci_low, row.verdict) == (3, "trials", None, "n = 3, no interval")
-    more = ResultsStore(MEMORY)
-    fill(more, seeds=5)
-    row = contrasts(more)[0]["", "throughput_output_tok_s", ""]
-    assert (row.ci_low, row.ci_high) == pytest.approx((2.0, 2.0))
-    assert row.verdict == "A is better"
-    grouped = ResultsStore(MEMORY)
-    fill(grouped, users=(3, 6))
-    assert {group for group, _, _ in contrasts(grouped)[0]} == {"workload.users=3", "workload.users=6"}
+    back = contrasts(store, "baseline=stateless", "baseline=pensieve")[0]["", "ttft_ms_mean", ""]
+    assert (back.ratio, back.verdict) == (pytest.approx(2.0), "B is better")
+    assert ((rate.ci_low, rate.ci_high), rate.verdict) == (pytest.approx((2.0, 2.0)), "A is better")
+    rows, _ = contrasts(few)
+    assert {group for group, _, _ in rows} == {"workload.users=3", "workload.users=6"}
+    rate = rows["workload.users=3", "throughput_output_tok_s", ""]
+    assert (rate.ratio, rate.n, rate.n_unit) == (pytest.approx(2.0), 3, "trials")
+    assert (rate.ci_low, rate.verdict) == (None, "n = 3, no interval")
 
 
 def test_what_figures_refuse_is_not_compared():
@@ -108,11 +96,18 @@ def test_unequal_achieved_rates_are_said_unless_the_load_waits():
         assert any("achieved rates differ" in note for note in contrasts(store)[1]) is said
 
 
-def test_the_ratio_is_of_the_pairs_and_not_of_the_means():
-    """Two conversations whose ratios are 0.1 and 10: the pairs say 1, the means do not."""
-    a, b = {(0, "x"): 1.0, (0, "y"): 100.0}, {(0, "x"): 10.0, (0, "y"): 10.0}
-    row = _row("", "ttft_ms_mean", "", "ms", a, b, "conversations")
-    assert (row.of_pairs, row.ratio) == (True, pytest.approx(1.0))
+@pytest.mark.parametrize(
+    ("a", "b", "of_pairs", "ratio"),
+    [
+        ((1.0, 100.0), (10.0, 10.0), True, 1.0),
+        ((0.0, 4.0), (4.0, 4.0), False, 0.5),
+        ((1.0, 2.0), (0.0, 0.0), False, None),
+    ],
+)
+def test_the_ratio_is_of_the_pairs_or_where_some_value_is_0_of_the_means(a, b, of_pairs, ratio):
+    sides = ({(0, str(place)): value for place, value in enumerate(side)} for side in (a, b))
+    row = _row("", "ttft_ms_mean", "", "ms", *sides, "conversations")
+    assert (row.of_pairs, row.ratio) == (of_pairs, ratio and pytest.approx(ratio))
 
 
 def test_an_interval_that_holds_one_shows_no_difference():

@@ -63,38 +63,36 @@ def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path: Path, damage: str
     assert "\n" not in str(raised.value)
 
 
-def test_someone_elses_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "results.db"
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE runs (id INTEGER)")
-    connection.close()
-    before = path.read_bytes()
-    with pytest.raises(ResultsError, match="not one of Pensieve's"):
-        open_store(tmp_path)
-    assert path.read_bytes() == before
-
-
-def test_another_schema_version_is_refused(tmp_path: Path) -> None:
+def test_someone_elses_database_and_another_version_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
+    path, theirs = tmp_path / "results.db", tmp_path / "theirs"
     store = open_store(tmp_path)
     with store.database.writing() as connection:
         connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0099'"))
-    with pytest.raises(ResultsError, match=f"schema version 0099, this Pensieve reads {SCHEMA_VERSION}"):
-        open_store(tmp_path)
+    theirs.mkdir()
+    with sqlite3.connect(theirs / "results.db") as connection:
+        connection.execute("CREATE TABLE runs (id INTEGER)")
+    connection.close()
+    for outputs, said in (
+        (tmp_path, f"schema version 0099, this Pensieve reads {SCHEMA_VERSION}"),
+        (theirs, "not one of"),
+    ):
+        path = outputs / "results.db"
+        before = path.read_bytes()
+        with pytest.raises(ResultsError, match=said):
+            open_store(outputs)
+        assert path.read_bytes() == before
 
 
-def test_a_missing_folder(tmp_path: Path) -> None:
+def test_folders_that_are_not_there_and_readers_that_make_no_database(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match=r"folder .*nowhere.* does not exist"):
         ResultsStore(f"sqlite:///{tmp_path}/nowhere/results.db")
-    (tmp_path / "file").touch()
-    with pytest.raises(ResultsError, match=r"cannot be made .*PENSIEVE_OUTPUTS"):
-        open_store(tmp_path / "file" / "outputs")
-
-
-def test_a_reader_makes_no_database(tmp_path: Path) -> None:
     for outputs in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ResultsError, match=r"no results .*runners/run\.py"):
             open_store(outputs, create=False)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsError, match=r"cannot be made .*PENSIEVE_OUTPUTS"):
+        open_store(tmp_path / "file" / "outputs")
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["new", "existing"])
@@ -162,13 +160,14 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert store.turns_of(trial) == []
 
 
-def write_at_once(opened: Callable[[], ResultsStore], processes: int, trials: int) -> None:
-    """Processes that each open the store and write trials of 13 turns: none of them is lost."""
-    failures = FORK.SimpleQueue()
+@pytest.mark.slow
+def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
+    """Trials of 13 turns, of which none is lost."""
+    failures, processes, trials = FORK.SimpleQueue(), 16, 12
 
     def work(number: int) -> None:
         try:
-            store = opened()
+            store = open_store(tmp_path / "outputs")
             for index in range(trials):
                 trial = store.begin_trial(trial_fields(f"{number}/{index}"))
                 store.add_turns(trial, conversation_turns([1.0] * 4))
@@ -182,14 +181,9 @@ def write_at_once(opened: Callable[[], ResultsStore], processes: int, trials: in
     for process in started:
         process.join()
     assert failures.empty(), failures.get()
-    with opened().database.reading() as connection:
+    with open_store(tmp_path / "outputs").database.reading() as connection:
         assert connection.scalar(text("SELECT count(*) FROM current_trial")) == processes * trials
         assert connection.scalar(text("SELECT count(*) FROM turn")) == processes * trials * 13
-
-
-@pytest.mark.slow
-def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
-    write_at_once(lambda: open_store(tmp_path / "outputs"), processes=16, trials=12)
 
 
 def test_urls_that_cannot_work_say_so_without_the_password() -> None:

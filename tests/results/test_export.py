@@ -7,6 +7,7 @@ import pytest
 from pensieve import cli
 from pensieve.errors import MissingSeries, ResultsError
 from pensieve.lab.results.export import baseline_report, export_sweep, show_trial
+from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.store import TURN_COLUMNS, open_store
 from tests.results.trials import add_trial, conversation_turns, open_sweep, turn
 
@@ -37,8 +38,7 @@ def test_a_report_has_the_fields_and_the_numbers(tmp_path):
         served("c", 1, 3, 9, status="timeout"),
     ]
     trial = add_trial(store, sweep, 0, "pensieve", turns, {"gpu_util_pct": 55.0})
-    (job,) = store.trials_of_sweep(sweep)
-    report = baseline_report(store, [job])
+    report = baseline_report(Frame(store, sweep), [store.trial(trial)])
     assert list(report) == [*FIELDS, "notes", "simulated", "network"]
     assert list(report["notes"]) == ["memory_bw_gbps", "device_to_host_mb", "compute_ms", "received_bytes"]
     assert "never estimated" in report["notes"]["memory_bw_gbps"]
@@ -73,7 +73,7 @@ def test_all_turns_are_in_the_parquet_file_as_in_the_csv(tmp_path):
     assert [float(row["ttft_ms"]) for row in rows] == table["ttft_ms"].to_pylist()
 
 
-def test_what_cannot_be_written_says_so(tmp_path):
+def test_what_cannot_be_written_or_shown_says_so(tmp_path):
     store = open_store(tmp_path)
     sweep = open_sweep(store)
     with pytest.raises(MissingSeries, match="No trial of sweep 1 is completed"):
@@ -82,10 +82,6 @@ def test_what_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ResultsError, match="another folder with --to"):
         export_sweep(store, sweep, tmp_path / "file" / "export")
-
-
-def test_a_trial_that_is_not_there_is_said(tmp_path):
-    store = open_store(tmp_path)
     with pytest.raises(ResultsError, match="no trial 99"):
         list(show_trial(store, 99))
 

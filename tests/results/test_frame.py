@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 
-import pensieve
 from pensieve.errors import RequestFailed
 from pensieve.lab.metrics import Measurement, summarise
 from pensieve.lab.results.compare_trials import compare_trials, select_trials
@@ -56,17 +53,10 @@ def test_a_frame_holds_the_turns_that_count_under_their_keys(store):
     assert frame["ttft_ms"].to_list() == [5.0, 7.0]
 
 
-def test_a_frame_of_all_turns_and_one_of_no_trials(store):
-    turns = [turn("w", 1, phase="warmup"), turn("a", 1, 5.0, status="failed")]
-    assert len(frame_of(store, turns, measured=False)) == 2
-    empty = turn_frame(store, [])
-    assert len(empty) == 0
-    assert by_conversation(values_of(empty, "ttft_ms")) == {}
-
-
-def test_of_two_rows_with_one_key_the_later_one_is_kept(store):
-    turns = [turn("a", 1, 5.0), turn("a", 2, 6.0), turn("a", 1, 7.0)]
-    assert frame_of(store, turns, "ttft_ms")["ttft_ms"].to_list() == [6.0, 7.0]
+def test_of_two_rows_with_one_key_the_later_one_is_kept_and_no_trials_are_an_empty_frame(store):
+    turns = [turn("a", 1, 5.0), turn("a", 2, 6.0, status="failed"), turn("a", 1, 7.0)]
+    assert frame_of(store, turns, "ttft_ms", measured=False)["ttft_ms"].to_list() == [6.0, 7.0]
+    assert by_conversation(values_of(turn_frame(store, []), "ttft_ms")) == {}
 
 
 def test_what_was_not_counted_has_no_value(store):
@@ -140,45 +130,25 @@ def test_a_trials_fields_are_found_by_name(store):
     }  # fmt: skip
 
 
-PHASES = ("warmup", "hit", "rewarm", "throughput")
-
-
 def steps():
-    found = []
-    for number, phase in enumerate(PHASES, start=1):
+    for number, phase in enumerate(("warmup", "hit", "rewarm", "throughput"), start=1):
         ms = 10.0 if is_measured(phase) else 990.0
-        found.append(turn("a", number, ms, phase=phase, latency_ms=ms, finished_s=float(number)))
-        found[-1].ordinal = number
-    return found
-
-
-@pytest.fixture
-def recorded():
-    store = ResultsStore(MEMORY)
-    sweep = open_sweep(store)
-    return store, sweep, add_trial(store, sweep, 0, "pensieve", steps())
-
-
-def test_every_reader_takes_the_same_turns(recorded):
-    store, sweep, trial = recorded
-    assert [row.phase for row in measured_turns(store, trial)] == ["hit", "throughput"]
-    [job] = store.trials_of_sweep(sweep)
-    assert [run["run_id"] for run in baseline_report(store, [job])["runs"]] == [f"{trial}/a/2", f"{trial}/a/4"]
-    assert list(Frame(store, sweep).turns([store.trial(trial)]).index.get_level_values("turn")) == [2, 4]
-    [row] = sweep_table(store, sweep).rows
-    assert row.ttft_last_ms == pytest.approx(10.0)
-    found = {(m.name, m.label): m for m in summarise(Measurement(Turns.of(steps()), 0.0, 5.0, 0.0, 5.0))}
-    assert found["ttft_ms_mean", ""].n == found["turns", "completed"].value == 2
+        yield turn("a", number, ms, phase=phase, latency_ms=ms, finished_s=float(number))
 
 
 def test_a_trial_that_only_warmed_up_has_measured_nothing():
     with pytest.raises(RequestFailed, match="No measured turn completed"):
-        _refuse_empty(Turns.of(turn for turn in steps() if turn.phase in ("warmup", "rewarm")))
+        _refuse_empty(Turns.of(turn for turn in steps() if not is_measured(turn.phase)))
 
 
-def test_no_module_has_a_rule_of_its_own():
-    """Every phase but some that a module names itself would be a second definition."""
-    root = Path(pensieve.__file__).parents[1]
-    own = re.compile(r"""\.phase\s*(!=|not in)\s*\(?["'](warmup|rewarm)""")
-    files = [file for part in ("pensieve", "analysis", "runners") for file in (root / part).rglob("*.py")]
-    assert [str(file) for file in files if own.search(file.read_text(encoding="utf-8"))] == []
+def test_every_reader_takes_the_same_turns(store):
+    sweep = open_sweep(store)
+    trial = add_trial(store, sweep, 0, "pensieve", numbered(steps()))
+    assert [row.phase for row in measured_turns(store, trial)] == ["hit", "throughput"]
+    found = Frame(store, sweep)
+    assert [run["run_id"] for run in baseline_report(found, found.trials)["runs"]] == [f"{trial}/a/2", f"{trial}/a/4"]
+    assert list(found.turns([store.trial(trial)]).index.get_level_values("turn")) == [2, 4]
+    [row] = sweep_table(store, sweep).rows
+    assert row.ttft_last_ms == pytest.approx(10.0)
+    found = {(m.name, m.label): m for m in summarise(Measurement(Turns.of(numbered(steps())), 0.0, 5.0, 0.0, 5.0))}
+    assert found["ttft_ms_mean", ""].n == found["turns", "completed"].value == 2

@@ -12,7 +12,6 @@ from pensieve.lab.results.identity import (
     content_hash,
     counts_for_sweep,
     explain_difference,
-    fingerprint,
     identify,
     input_files,
     platform_of,
@@ -38,30 +37,24 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "counts"),
     [
-        {"tracking": {"mlflow": False}, "hydra": {}, "force": True, "resume": "config", "trial": {"retries": 3}},
-        {"experiment_name": "other", "slo": {"ttft_ms": 200.0}},
-        {"hardware": {"name": "cpu", "source": "another data sheet"}},
+        (
+            {"tracking": {"mlflow": False}, "hydra": {}, "force": True, "resume": "config", "trial": {"retries": 3}},
+            False,
+        ),
+        ({"experiment_name": "other", "slo": {"ttft_ms": 200.0}}, False),
+        ({"hardware": {"name": "cpu", "source": "another data sheet"}}, False),
+        ({"repeat": 1}, True),
+        ({"workload": {"name": "chat", "path": None, "pressure": 1.0}}, True),
+        ({"extra": None}, True),
+        ({"hardware": {"name": "cuda", "source": "a data sheet"}}, True),
     ],
 )
-def test_how_a_trial_is_run_and_kept_is_not_its_identity(changed: dict[str, Any]) -> None:
-    assert config_hash({**changed, **dict(reversed(CONFIG.items())), **changed}) == config_hash(CONFIG)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"seed": 1},
-        {"repeat": 1},
-        {"workload": {"name": "chat", "path": None, "pressure": 1.0}},
-        {"extra": None},
-        {"contended": True},
-        {"hardware": {"name": "cuda", "source": "a data sheet"}},
-    ],
-)
-def test_what_it_measures_is(changed: dict[str, Any]) -> None:
-    assert config_hash({**CONFIG, **changed}) != config_hash(CONFIG)
+def test_what_a_trial_measures_is_its_identity_and_not_how_it_is_run_and_kept(
+    changed: dict[str, Any], counts: bool
+) -> None:
+    assert (config_hash({**changed, **dict(reversed(CONFIG.items())), **changed}) != config_hash(CONFIG)) is counts
 
 
 def test_a_number_is_its_value_however_it_is_written() -> None:
@@ -87,21 +80,10 @@ def test_input_files_are_listed_with_their_hashes(tmp_path: Path) -> None:
     assert input_files(CONFIG) == {}
 
 
-def test_weights_in_a_folder_count_by_names_and_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "random"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"1")
-    before = config_hash({"model": {"weights": str(folder)}})
-    (folder / "config.json").write_text("{}")
-    assert config_hash({"model": {"weights": str(folder)}}) != before
-    monkeypatch.chdir(tmp_path)
-    chosen = config_hash({"model": {"weights": "random"}})
-    (folder / "more").touch()
-    assert config_hash({"model": {"weights": "random"}}) == chosen
-
-
-def test_weights_behind_links_count(tmp_path: Path) -> None:
-    behind, folder = tmp_path / "blobs", tmp_path / "model"
+def test_weights_in_a_folder_count_by_names_and_content_also_behind_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind, folder = tmp_path / "blobs", tmp_path / "random"
     (folder / "deep").mkdir(parents=True)
     behind.mkdir()
     (behind / "model.safetensors").write_bytes(b"1")
@@ -110,11 +92,16 @@ def test_weights_behind_links_count(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
 
     def hashes() -> set[str]:
-        return {config_hash({"model": {"weights": str(tmp_path / name)}}) for name in ("model", "link")}
+        return {config_hash({"model": {"weights": str(tmp_path / name)}}) for name in ("random", "link")}
 
-    before = hashes()
+    seen = [hashes()]
     (behind / "model.safetensors").write_bytes(b"2")
-    assert len(before) == 1 and hashes() != before
+    seen.append(hashes())
+    (folder / "config.json").write_text("{}")
+    seen.append(hashes())
+    assert list(map(len, seen)) == [1, 1, 1] and len(set().union(*seen)) == 3
+    monkeypatch.chdir(tmp_path)
+    assert config_hash({"model": {"weights": "random"}}) not in set().union(*seen), "no folder is meant"
 
 
 def test_platform_of_simulated_and_real_trials() -> None:
@@ -129,37 +116,25 @@ def test_platform_of_simulated_and_real_trials() -> None:
 
 
 def test_fingerprint_needs_all_three() -> None:
-    hashes = {fingerprint(*parts) for parts in ("abc", "xbc", "axc", "abx", ("ab", "", "c"))}
-    assert len(hashes) == 5
+    assert len({Identity(*parts).fingerprint for parts in ("abc", "xbc", "axc", "abx", ("ab", "", "c"))}) == 5
     found = identify(CONFIG, simulated=True, device={})
-    assert found.fingerprint == fingerprint(config_hash(CONFIG), code_hash(CONFIG), "sim")
+    assert found == Identity(config_hash(CONFIG), code_hash(CONFIG), "sim")
 
 
-def test_the_same_command_is_the_same_sweep() -> None:
-    axes = {"seed": "0,1", "baseline": "pensieve,stateless"}
-    key = sweep_key(["model=tiny", "cache=small"], axes)
-    assert key == sweep_key(
-        ["cache=small", "+model=tiny", "force=true", "hydra/launcher=ray_local", "trial.retries=2"], axes
-    )
-    assert key != sweep_key(["model=tiny"], axes)
-    assert key != sweep_key(["model=tiny", "cache=small"], {**axes, "seed": "0,1,2"})
-    assert counts_for_sweep("+workload.users=3")
-    assert not counts_for_sweep("++trial.timeout_s=3")
-
-
-def test_a_sweep_is_what_its_jobs_come_to(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
+def test_the_same_command_and_jobs_are_the_same_sweep(tmp_path: Path) -> None:
+    axes, trace = {"seed": "0,1", "baseline": "pensieve,stateless"}, tmp_path / "trace.jsonl"
     trace.write_text("one")
 
-    def key(**changed: Any) -> str:
+    def key(*typed: str, axes: dict[str, str] = axes, **changed: Any) -> str:
         jobs = [{**CONFIG, "workload": {"path": str(trace), "users": 3, **changed}, "seed": seed} for seed in (0, 1)]
-        return sweep_key(["experiment=mine"], {"seed": "0,1"}, jobs)
+        return sweep_key(["model=tiny", *typed], axes, jobs)
 
-    before = key()
-    assert key() == before
-    assert key(users=4) != before  # the overlay was edited
+    first = key("cache=small")
+    assert first == key("+cache=small", "force=true", "hydra/launcher=ray_local", "++trial.retries=2")
+    others = [key(), key("cache=small", axes={**axes, "seed": "0,1,2"}), key("cache=small", users=4)]
     trace.write_text("two")
-    assert key() != before
+    assert first not in (*others, key("cache=small"))
+    assert counts_for_sweep("+workload.users=3") and not counts_for_sweep("++trial.timeout_s=3")
 
 
 def test_one_line_says_what_changed() -> None:

@@ -14,7 +14,7 @@ from sqlalchemy import inspect, text
 from pensieve.errors import ResultsError
 from pensieve.lab.results.store import Reading, ResultsStore, open_store
 from tests.composed import SHORT, composed
-from tests.results.test_database import in_another_process, write_at_once
+from tests.results.test_database import in_another_process
 from tests.results.test_schema import CONTRACT
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
@@ -105,10 +105,6 @@ def test_the_schema_and_a_trial(url, tmp_path):
     sentence = in_another_process(lambda: ResultsStore(url).begin_trial(trial_fields()))
     assert "running already" in sentence
     assert not list(tmp_path.glob("results.db*"))
-
-
-def test_processes_that_begin_at_once(url):
-    write_at_once(lambda: ResultsStore(url), processes=8, trials=5)
 
 
 @pytest.mark.slow

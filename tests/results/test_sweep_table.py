@@ -131,53 +131,30 @@ def served(store: ResultsStore, **engines: Any) -> int:
     return sweep
 
 
-def test_one_way_of_serving_is_one_sentence_with_the_check_that_was_nearest_to_its_limit() -> None:
-    store = ResultsStore(MEMORY)
-    sweep = served(store, pensieve=[settings(0.001), settings(0.003)], stateless=settings(0.0035, limit=0.008))
-    said = (
-        "Attention: triton 3.9.0; forward: fused. Self-check passed: logits differ from those of the same weights in float32 "
-        "by 0.003, of 0.004 allowed."
-    )
-    trials = select_trials(store, "latest")
-    assert footer(trials) == [said]
-    assert said in [note.text for note in sweep_table(store, sweep).notes]
-    pairs = [[trial for trial in trials if trial.baseline == name] for name in ("pensieve", "stateless")]
-    assert said in compare_trials(store, *pairs).notes
-    assert trials[2].seed == 1 and said in shown(store, trials[2].id)
-
-
-def test_several_ways_are_told_apart_and_a_fall_back_is_said_with_its_reason() -> None:
+def test_what_served_is_a_sentence_a_way_with_the_check_that_was_nearest_to_its_limit() -> None:
     store = ResultsStore(MEMORY)
     fell = settings(
         1e-6, 1e-4, attention_backend="reference", attention_version="", fell_back=True, self_check_against="eager"
     )
-    served(store, pensieve=settings(), stateless=fell)
-    first, second = footer(select_trials(store, "latest"))
-    assert first.startswith("Attention (pensieve): triton 3.9.0; ") and "Something better" not in first
+    sweep = served(store, pensieve=[settings(0.001), settings(0.003)], stateless=fell)
+    trials = select_trials(store, "latest")
+    first, second = footer(trials)
+    assert first == (
+        "Attention (pensieve): triton 3.9.0; forward: fused. Self-check passed: logits differ from those of the same weights "
+        "in float32 by 0.003, of 0.004 allowed."
+    )
     assert second.startswith("Attention (stateless): reference; ") and "from the model's own by 1e-06" in second
     assert second.endswith("Something better did not serve. Not varlen: old.")
+    assert {first, second} <= {note.text for note in sweep_table(store, sweep).notes}
+    pairs = [[trial for trial in trials if trial.baseline == name] for name in ("pensieve", "stateless")]
+    assert {first, second} <= set(compare_trials(store, *pairs).notes)
+    assert first.replace(" (pensieve)", "") in shown(store, next(one.id for one in pairs[0] if one.seed == 1))
 
 
-def test_what_a_context_cut_stands_above_one_trials_numbers() -> None:
-    store, engine = ResultsStore(MEMORY), {"workload": {"conversations": 40, "conversations_cut_by_context": 5}}
-    trial = add_trial(store, open_sweep(store), 0, "pensieve", conversation_turns([40.0]), engine=engine)
-    assert shown(store, trial).startswith("The model's context cuts the load: 5 of 40 conversations end early.")
-
-
-@pytest.mark.parametrize(
-    ("queue_ms", "offered", "told"),
-    [
-        (7_890_000.0, 5.0, "7,890,000 of 7,899,844 ms of TTFT (p50) is queueing"),
-        (7_890_000.0, None, "7,890,000 of 7,899,844 ms"),
-        (10.0, 5.0, None),
-    ],
-)
-def test_overload_stands_above_one_trials_numbers(queue_ms: float, offered: float | None, told: str | None) -> None:
+@pytest.mark.parametrize("queue_ms", [7_890_000.0, 10.0])
+def test_overload_stands_above_one_trials_numbers(queue_ms: float) -> None:
     store = ResultsStore(MEMORY)
-    metrics = {"queue_ms_p50": queue_ms, "ttft_ms_p50": 7_899_844.0, "throughput_req_s": 3.5}
-    engine = {"workload": {"request_rate_per_s": offered}}
-    trial = add_trial(store, open_sweep(store), 0, "pensieve", conversation_turns([40.0]), metrics, engine=engine)
-    said = shown(store, trial)
-    assert said.startswith("Near saturation: ") is (told is not None)
-    assert told is None or told in said
-    assert ("Finished 3.5 of 5 requests/s offered" in said) is (told is not None and offered is not None)
+    metrics = {"queue_ms_p50": queue_ms, "ttft_ms_p50": 7_899_844.0}
+    trial = add_trial(store, open_sweep(store), 0, "pensieve", conversation_turns([40.0]), metrics)
+    said = "Near saturation: 7,890,000 of 7,899,844 ms of TTFT (p50) is queueing"
+    assert shown(store, trial).startswith(said) is (queue_ms > 10.0)

@@ -85,30 +85,32 @@ def find_backends(
 def cases(on_gpu: bool) -> list[Asked]:
     if on_gpu:
         decodes = [(batch, context) for batch in (1, 64) for context in (1024, 4096, 16384)]
-        append, over, mixed, mixed_over, prefill = 8, 4096, 56, 2048, 512
-        recovered, runs, tokens = 4096, 4, 256
+        append, over, mixed, mixed_over, prefill, recovered, tokens, batch, past = (
+            8,
+            4096,
+            56,
+            2048,
+            512,
+            4096,
+            256,
+            32,
+            2048,
+        )
     else:
         decodes = [(1, 1024), (8, 512)]
-        append, over, mixed, mixed_over, prefill = 2, 512, 7, 256, 128
-        recovered, runs, tokens = 512, 4, 32
-    batch, past = (32, 2048) if on_gpu else (4, 512)
+        append, over, mixed, mixed_over, prefill, recovered, tokens, batch, past = 2, 512, 7, 256, 128, 512, 32, 4, 512
     both = [*([[(mixed_over - 1, mixed_over)]] * mixed), [(0, prefill)]]
+    ends = [recovered * quarter // 4 for quarter in (1, 2, 3, 4)]
     return [
         *(Asked("decode", f"decode {n} over {ctx}", [[(ctx - 1, ctx)]] * n, ctx, 1) for n, ctx in decodes),
         Asked("append", f"append {append} x 32 over {over}", [[(over, over + 32)]] * append, over, 32),
         Asked("mixed", f"mixed: {mixed} decode over {mixed_over}, prefill {prefill}", both, mixed_over, prefill),
         Asked(
-            "recovery", f"recovery: {runs} runs of {tokens} in {recovered}",
-            [recovery_runs(recovered, runs, tokens)], recovered, tokens,
+            "recovery", f"recovery: 4 runs of {tokens} in {recovered}",
+            [[(end - tokens, end) for end in ends]], recovered, tokens,
         ),
         Asked("paper", f"paper: batch {batch}, 8 queries, {past} past", [[(past, past + 8)]] * batch, past, 8),
     ]  # fmt: skip
-
-
-def recovery_runs(context: int, runs: int, tokens: int) -> Runs:
-    """`runs` runs of `tokens` positions, ending at equal shares of a context."""
-    step = context // runs
-    return [(step * (i + 1) - tokens, step * (i + 1)) for i in range(runs)]
 
 
 def pairs(start: int, stop: int) -> int:
@@ -121,9 +123,8 @@ def _measure(
 ) -> None:
     inputs, ours = make_inputs(asked.rows, shape, bench.device, bench.dtype, bench.options.seed), backends[OURS]
     calls: dict[str, Call] = {name: paged(backend, inputs) for name, backend in backends.items()}
-    calls["copied_out"] = copied_out(inputs)
     if inputs.uniform:
-        calls["contiguous"] = contiguous(inputs)
+        calls |= {"copied_out": copied_out(inputs), "contiguous": contiguous(inputs)}
     if asked.kind == "paper":
         calls["one_at_a_time"] = one_at_a_time(ours, inputs)
     replays = {name: _captured(call, bench.device) for name, call in calls.items()}
@@ -257,33 +258,25 @@ def paged(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tenso
 
 
 def copied_out(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Gather each context from its blocks, in every layer again, and attend to the contiguous copy."""
-    spans, places = inputs.batch.spans, inputs.places
-    if inputs.uniform:  # one gather and one call for all
-        places, groups = [torch.cat(places)], [inputs.queries.unflatten(0, (len(spans), -1))]
-    else:
-        groups = [inputs.queries[span.first : span.first + span.queries][None] for span in spans]
+    """Gather contexts of one length from their blocks, in every layer again, and attend to the contiguous copy."""
+    batch, together = len(inputs.batch.spans), torch.cat(inputs.places)
+    queries = inputs.queries.unflatten(0, (batch, -1))
 
     def call() -> torch.Tensor:
         for pool in inputs.pool:
-            flat = pool.flatten(1)
-            pieces = []
-            for queries, own in zip(groups, places, strict=True):
-                kv = flat.index_select(0, own).view(len(queries), -1, *pool.shape[1:])
-                pieces.append(_attend(queries, kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)))
-        return torch.cat([piece.flatten(0, 1) for piece in pieces])
+            kv = pool.flatten(1).index_select(0, together).view(batch, -1, *pool.shape[1:])
+            result = _attend(queries, kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2))
+        return result.flatten(0, 1)
 
     return call
 
 
 def contiguous(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """Contexts of one length that are contiguous already, head by head: what paging is compared with."""
-    assert inputs.uniform
-    spans = inputs.batch.spans
-    together, queries = torch.cat(inputs.places), inputs.queries.unflatten(0, (len(spans), -1))
+    batch, together = len(inputs.batch.spans), torch.cat(inputs.places)
+    queries = inputs.queries.unflatten(0, (batch, -1))
     layers = [
-        pool[together].unflatten(0, (len(spans), -1)).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
-        for pool in inputs.pool
+        pool[together].unflatten(0, (batch, -1)).permute(2, 0, 3, 1, 4).contiguous().unbind(0) for pool in inputs.pool
     ]
 
     def call() -> torch.Tensor:
@@ -296,12 +289,8 @@ def contiguous(inputs: Inputs) -> Callable[[], torch.Tensor]:
 
 def one_at_a_time(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tensor]:
     """One query of each request a launch, as with a kernel that takes single queries only. Rows of one length."""
-    spans = list(inputs.batch.spans)
-    new = spans[0].queries
-    assert {span.queries for span in spans} == {new}
-    plans: list[Plan] = []
-    singles_of: list[tuple[torch.Tensor, ...]] = []
-    for offset in range(new):
+    spans, calls = list(inputs.batch.spans), list[tuple[Plan, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]()
+    for offset in range(spans[0].queries):
         at = torch.tensor([span.first + offset for span in spans], device=inputs.pool.device)
         singles = Spans.of(
             [Span(row, span.start + offset, span.start + offset + 1, span.blocks) for row, span in enumerate(spans)]
@@ -309,12 +298,12 @@ def one_at_a_time(backend: AttentionBackend, inputs: Inputs) -> Callable[[], tor
         batch = Batch(
             inputs.batch.token_ids[at], inputs.batch.positions[at], inputs.batch.write_places[at], singles, at, ()
         )
-        plans.append(backend.plan(batch, inputs.pool, inputs.shape.chunk))
-        singles_of.append((inputs.queries[at], inputs.keys[at], inputs.values[at]))
+        plan = backend.plan(batch, inputs.pool, inputs.shape.chunk)
+        calls.append((plan, (inputs.queries[at], inputs.keys[at], inputs.values[at])))
 
     def call() -> torch.Tensor:
         for pool in inputs.pool:
-            pieces = [plan.attend(pool, q, k, v, Scores()) for plan, (q, k, v) in zip(plans, singles_of, strict=True)]
+            pieces = [plan.attend(pool, *qkv, Scores()) for plan, qkv in calls]
         return torch.stack(pieces, dim=1).flatten(0, 1)
 
     return call

@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from pensieve.errors import ConfigError, PensieveError, RequestFailed
+from pensieve.errors import PensieveError, RequestFailed
 from pensieve.lab.bench.case import Case, Measured, explain
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.plan import plan_trial
@@ -68,14 +68,10 @@ def cells(gpu: bool) -> list[Cell]:
 
 
 def run(bench: Bench) -> None:
-    """Target serve. Raises ConfigError where bench.only names no cell, PensieveError where no baseline can run."""
+    """Target serve. Raises PensieveError where no baseline can run."""
     like_gpu = bench.on_gpu or bench.machine.simulated
     bench.model = bench.options.model or ("llama3_8b" if like_gpu else "tiny")
-    only = bench.options.only or ""
-    wanted = [cell for cell in cells(like_gpu) if only in cell.label]
-    if not wanted:
-        raise ConfigError(f"bench.only={only} names no cell of serve; try sharegpt or agents.")
-    for cell in wanted:
+    for cell in cells(like_gpu):
         _measure(bench, cell)
     bench.note(
         "value: output tokens/s at one p90 of normalized latency for all, between the loads tried. That p90 is a quarter "
@@ -226,16 +222,14 @@ def common_latency(curves: Mapping[str, Sequence[Point]]) -> float:
 def at_latency(points: Sequence[Point], latency: float) -> Reached:
     """Throughput where the curve crosses `latency`, linear between the two loads around it."""
     ordered = sorted(points, key=lambda point: point.load)
-    below = [point for point in ordered if point.latency <= latency]
-    if not below:
+    last = max((place for place, point in enumerate(ordered) if point.latency <= latency), default=None)
+    if last is None:
         return Reached(min(point.throughput for point in ordered), "<=")
-    last = below[-1]
-    beyond = [point for point in ordered if point.load > last.load]
-    if not beyond:
-        return Reached(last.throughput, "" if last.latency == latency else ">=")
-    after = beyond[0]
-    share = (latency - last.latency) / (after.latency - last.latency)
-    return Reached(last.throughput + share * (after.throughput - last.throughput), "")
+    low, high = ordered[last], ordered[min(last + 1, len(ordered) - 1)]
+    if high is low:
+        return Reached(low.throughput, "" if low.latency == latency else ">=")
+    share = (latency - low.latency) / (high.latency - low.latency)
+    return Reached(low.throughput + share * (high.throughput - low.throughput), "")
 
 
 @dataclass(frozen=True, slots=True)

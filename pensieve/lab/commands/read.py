@@ -92,7 +92,7 @@ def conversation_lines(said: Iterable[SaidTurn]) -> Iterable[str]:
 def beside(store: ResultsStore, sweep: Sweep) -> tuple[Trial, Trial] | None:
     """Two trials of one setting, seed and repeat that served the same conversations: Pensieve's, and the reference's. None
     where the sweep has no such pair."""
-    for group in Frame(store, sweep.id).groups():
+    for group in Frame(store, sweep.id).panels():
         others = {(trial.seed, trial.repeat): trial for trial in group.trials.get(REFERENCE, ())}
         for ours in group.trials.get(OURS, ()):
             if (ours.seed, ours.repeat) in others:

@@ -45,7 +45,7 @@ from pensieve.lab.trial.terminal import (
 )
 from pensieve.lab.workload.base import WorkloadPlan
 from pensieve.serve.books.holding import TIERS
-from pensieve.units import NONE, duration, parse_capacity, percent, significant
+from pensieve.units import NONE, ceil_div, duration, parse_capacity, percent, significant
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,8 @@ def default_sizes(plan: TrialPlan, loads: Sequence[WorkloadPlan], points: int) -
     block = plan.block_bytes
     slots = int((plan.config.baseline.cache or {}).get("n_slots") or 1)
     longest = max(longest_conversation(one) or plan.model.max_context for one in loads)
-    least = slots * (longest + 2 * plan.chunk_tokens) * plan.model.kv_bytes_per_token / count
+    blocks = slots * (ceil_div(longest, plan.chunk_tokens) + 2)
+    least = ceil_div(blocks, count) * block  # a device has whole blocks
     share = plan.config.hardware.memory_share
     room = auto_gpu_blocks(device, plan.model, plan.activation_bytes, 0, block, share) * block / count
     beside = device.cpu_bytes / count
@@ -277,7 +278,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
 
 def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[str], first: TrialConfig) -> int:
     """The map's row among the sweeps: the same question, load and code find it again; with force=true it is
-    another one, until that one is complete."""
+    another one."""
     plain = resolved(load.of(*question.sizes((0, 0, 0)), question.seeds[0]))
     asked = question.model_dump_json()
     kept = [text for text in typed if counts_for_sweep(text) and not text.startswith(f"{SETTINGS}.")]
@@ -338,8 +339,8 @@ class _Planner:
 
         def lacks(cells: Iterable[Place], seeds: Sequence[int]) -> list[Task]:
             tasks = [(place, seed) for place in sorted(cells) for seed in seeds]
-            there = {} if self.config.force else known.cells
-            return [task for task in tasks if task not in self.done and task[1] not in there.get(task[0], ())]
+            again = self.config.force
+            return [task for task in tasks if task not in self.done and (again or task[1] not in known.seeds(task[0]))]
 
         return lacks(q.places, q.seeds[:1]) or lacks(known.deciding, q.seeds)
 
@@ -446,7 +447,7 @@ def _answers(found: SizeMap) -> Table:
         told = {head: estimated(_read(found.estimate(place, name), head)) for head, name in _TOLD.items()}
         cost = found.an_hour(place)
         an_hour = {} if cost is None else {"an hour": f"{cost:.4g}"}
-        return {"": why, **sizes, **told, "seeds": str(len(found.cells[place])), **an_hour}
+        return {"": why, **sizes, **told, "seeds": str(len(found.seeds(place))), **an_hour}
 
     return [line(why, place) for why, place in (*rows, ("largest", q.corner)) if place in found.cells]
 

@@ -41,6 +41,7 @@ from pensieve.lab.results.frame import (
 from pensieve.lab.results.schema import ClaimRow, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import Estimate, has_interval, paired_ratio
+from pensieve.units import number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,10 +66,9 @@ class Sides:
     def at(self, trial: Trial) -> float:
         """The trial's place on the axis. Raises MissingSeries where it has none."""
         assert self.over is not None, "the claim names no axis"
-        try:
-            return float(axis_value(trial, self.over))
-        except ValueError:
-            raise MissingSeries(f"{self.over} is not set to a number") from None
+        if (found := number(axis_value(trial, self.over))) is None:
+            raise MissingSeries(f"{self.over} is not set to a number")
+        return found
 
     def values(
         self, trials: Sequence[Trial], column: str, label: str | None = None, phase: str | None = None
@@ -194,49 +194,27 @@ MEASURES: Mapping[str, Measure] = {
 
 
 class Claimed(BaseModel):
-    """The values that satisfy a claim: above or below a bound (inclusive), between two, or about a value, give or take."""
+    """The values that satisfy a claim, both ends included; infinite where it is open. published: a number within them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    above: float | None = None
-    below: float | None = None
-    between: tuple[float, float] | None = None
-    about: float | None = None
-    give_or_take: float | None = Field(default=None, gt=0)
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Claimed:
-        if sum(value is not None for value in (self.above, self.below, self.between, self.about)) != 1:
-            raise ValueError("give one of above, below, between and about")
-        if (self.about is None) != (self.give_or_take is None):
-            raise ValueError("about needs give_or_take, and nothing else does")
-        if self.between is not None and self.between[0] >= self.between[1]:
-            raise ValueError("between needs its lower end first")
-        return self
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Inclusive; infinite where a claim is open."""
-        if self.between is not None:
-            return self.between
-        if self.about is not None and self.give_or_take is not None:
-            return self.about - self.give_or_take, self.about + self.give_or_take
-        return (-math.inf if self.above is None else self.above), (math.inf if self.below is None else self.below)
+    low: float = -math.inf
+    high: float = math.inf
+    published: float | None = None
 
     @property
     def number(self) -> float:
-        """The bound of a one-sided claim, the middle of "about x", the lower end of a range."""
-        given = (one for one in (self.about, self.above, self.below) if one is not None)
-        return next(given, self.ends[0])
+        """What was published: the bound of a one-sided claim, the lower end of a range, or a number within it."""
+        ends = (end for end in (self.low, self.high) if math.isfinite(end))
+        return next(ends, math.nan) if self.published is None else self.published
 
     @property
     def shown(self) -> str:
         """As people write it, such as "1.5 to 2.5"."""
-        if self.between is not None:
-            return " to ".join(map(_text, self.between))
-        if self.give_or_take is not None:
-            return f"about {_text(self.number)} (± {_text(self.give_or_take)})"
-        return f"{'>' if self.below is None else '<'} {_text(self.number)}"
+        if math.isinf(self.low) or math.isinf(self.high):
+            return f"{'>' if math.isinf(self.high) else '<'} {_text(self.number)}"
+        between = f"{_text(self.low)} to {_text(self.high)}"
+        return between if self.published is None else f"{_text(self.published)} ({between})"
 
 
 Values = tuple[str | float | bool | None, ...]
@@ -288,15 +266,12 @@ def read_claims(path: Path) -> Sequence[Claim]:
     """The claims of a YAML file, in its order. Raises ConfigError with one sentence about the first thing wrong."""
     try:
         claims = TypeAdapter(list[Claim]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"The claims cannot be read from {path} ({error.strerror}); put the file there.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"The claims of {path} cannot be read: {' '.join(str(error).split())}.") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part + 1 if index == 0 else part) for index, part in enumerate(first["loc"]))  # type: ignore[operator]
-        what = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"Claim {where or 'list'} of {path.name} cannot be used: {what}.") from None
+        where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"Claim {where or 'list'} (from 0 on) of {path.name} cannot be used: {what}.") from None
     names = Counter(one.name for one in claims)
     if twice := next((name for name, count in names.items() if count > 1), None):
         raise ConfigError(f"{path.name} has two claims called {twice}; name one of them otherwise.")
@@ -369,7 +344,7 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
     for claim in claims:
         varied = varying_axes(evidence.sweep.overrides, evidence.trials)
         over = next((axis for axis in claim.over if axis in varied), claim.over[0] if claim.over else None)
-        panels = evidence.groups(over)
+        panels = evidence.panels(*([over] if over else []))
         judged = [_judged(claim, evidence, panel, over, len(panels) > 1) for panel in panels]
         if not judged:
             why = "no trial of this sweep is completed"
@@ -442,11 +417,10 @@ def judge(
         return "inconclusive", f"{seeds}, and {fewest_seeds} are needed"
     if found.ci_low is None or found.ci_high is None:
         return "inconclusive", f"no interval: n = {found.n} {measured.n_unit}, {seeds}"
-    low, high = claimed.ends
-    if low <= found.ci_low and found.ci_high <= high:
+    if claimed.low <= found.ci_low and found.ci_high <= claimed.high:
         return "holds", "the whole interval lies within the claim"
-    if found.ci_low > high:
+    if found.ci_low > claimed.high:
         return "fails", "the whole interval lies above the claim"
-    if found.ci_high < low:
+    if found.ci_high < claimed.low:
         return "fails", "the whole interval lies below the claim"
     return "inconclusive", "the interval lies across the claim's bound"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
@@ -15,6 +15,7 @@ from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
 from pensieve.lab.metrics import Slo, metric_of
 from pensieve.lab.results.frame import (
     UNEQUAL_RATE,
+    arranged,
     conversation_means,
     differences,
     field_of,
@@ -104,14 +105,14 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
 
     words: a sweep's id, "latest" (sweep), or conditions that all hold, such as
     "sweep=3,baseline=pensieve,workload.users=6": a column of table trial, or a dotted field of the configuration. Of a
-    trial that ran several times a sweep counts with what it shows, otherwise the newest completed attempt, and no
-    reproduction. Raises ResultsError where nothing is found.
+    trial that ran several times a sweep counts with what it shows, otherwise the newest completed attempt. Raises
+    ResultsError where nothing is found.
     """
     sweep, conditions = _named(words)
     if sweep is None:
         with store.database.reading() as connection:
             ids = connection.scalars(select(current_trial.c.id).order_by(current_trial.c.id)).all()
-        trials = [trial for trial in map(store.trial, ids) if "reproduces" not in (trial.flags or {})]
+        trials = list(map(store.trial, ids))
     else:
         jobs = store.trials_of_sweep(store.sweep_named(sweep).id)
         found = {job.trial.id: job.trial for job in jobs if job.trial}
@@ -154,8 +155,8 @@ def compare_trials(
     asked = {slo_of(trial) for trial in (*a, *b)} if slo is None else {slo}
     objective = asked.pop() if len(asked) == 1 else Slo()
     varying = sorted(differences(a) | differences(b))
-    ours, theirs = _grouped("A", a, varying), _grouped("B", b, varying)
-    shared = [key for key in ours if key in theirs]
+    ours, theirs = _settings("A", a, varying), _settings("B", b, varying)
+    shared = [group for group in ours if group in theirs]
     if not shared:
         raise MissingSeries(
             f"A and B have no {' and '.join(varying) or 'configuration'} in common; narrow each down, "
@@ -163,41 +164,40 @@ def compare_trials(
         )
     rows: list[ComparedMetric] = []
     notes = [*(f"Mixed: {one.what}." for one in mixed), _differ(a, b, varying)]
-    for key in shared:
-        name = _name(dict(zip(varying, key, strict=True)))
-        pairs = {seed: (ours[key][seed], theirs[key][seed]) for seed in ours[key].keys() & theirs[key].keys()}
+    for group in shared:
+        name = ", ".join(f"{shown}={dict(group)[field]}" for field, shown in _telling(varying).items())
+        pairs = [(ours[group][at], theirs[group][at]) for at in sorted(ours[group].keys() & theirs[group].keys())]
         if not pairs:
             raise MissingSeries("A and B share no seed; run them with the same seeds.")
-        found = _metrics(store, name, [pairs[seed] for seed in sorted(pairs)], objective)
-        unequal = _unequal_rate(pairs.values(), found)
-        if unequal:
+        found = _metrics(store, name, pairs, objective)
+        if unequal := _unequal_rate(pairs, found):
             notes.append(f"{name + ': ' if name else ''}{unequal}")
         rows += found
     if len({trial.seed for trial in (*a, *b)}) == 1:
         notes.append("One seed: intervals are over its conversations and say nothing about other seeds.")
-    notes += footer([*a, *b])
-    return ComparedTrials(rows, [note for note in notes if note])
+    return ComparedTrials(rows, [note for note in (*notes, *footer([*a, *b])) if note])
 
 
-def _grouped(
-    side: str, trials: Iterable[Trial], varying: Sequence[str]
-) -> dict[tuple[str, ...], dict[tuple[int, int], Trial]]:
-    groups: dict[tuple[str, ...], dict[tuple[int, int], Trial]] = {}
-    for trial in trials:
-        fields = dict(flat(trial.config))
-        group = groups.setdefault(tuple(fields.get(field, "") for field in varying), {})
-        other = group.setdefault((trial.seed, trial.repeat), trial)
-        if other.id != trial.id:
-            raise MixedPanel(
-                f"{side} has trials {other.id} and {trial.id} of the same configuration, seed and repeat, of another code "
-                "or platform. Narrow it down, for instance by sweep=... or id=..."
-            )
-    return groups
+Setting = tuple[tuple[str, str], ...]
+"""Fields that vary within a side, with their values."""
 
 
-def _name(values: Mapping[str, str]) -> str:
-    """The fields that tell the group from the others."""
-    return ", ".join(f"{shown}={values[field]}" for field, shown in _telling(values).items())
+def _settings(
+    side: str, trials: Sequence[Trial], varying: Sequence[str]
+) -> dict[Setting, dict[tuple[int, int], Trial]]:
+    """The trials of each setting by seed and repeat. Raises MixedPanel where two have one place."""
+    fields = {trial.id: dict(flat(trial.config)) for trial in trials}
+    found: dict[Setting, dict[tuple[int, int], Trial]] = {}
+    for panel in arranged(trials, varying, value=lambda trial, field: fields[trial.id].get(field, "")):
+        own = found.setdefault(tuple(panel.group.items()), {})
+        for trial in (trial for cell in panel.cells for trial in cell):
+            other = own.setdefault((trial.seed, trial.repeat), trial)
+            if other.id != trial.id:
+                raise MixedPanel(
+                    f"{side} has trials {other.id} and {trial.id} of the same configuration, seed and repeat, of another "
+                    "code or platform. Narrow it down, for instance by sweep=... or id=..."
+                )
+    return found
 
 
 def _telling(fields: Iterable[str]) -> dict[str, str]:
@@ -246,17 +246,15 @@ def _metrics(store: ResultsStore, group: str, pairs: Sequence[tuple[Trial, Trial
 
 
 def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_unit: str) -> ComparedMetric:
-    positive = all(value > 0 for value in (*a.values(), *b.values()))
+    of_pairs, seeds = min(*a.values(), *b.values()) > 0, len({seed for seed, _ in a})
     mean_a, mean_b = fmean(a.values()), fmean(b.values())
     ratio = low = high = None
-    seeds = len({seed for seed, _ in a})
-    if positive or (mean_b > 0 and mean_a >= 0):
-        found = paired_ratio(a, b, of="pairs" if positive else "means")
+    if of_pairs or (mean_b > 0 and mean_a >= 0):
+        found = paired_ratio(a, b, of="pairs" if of_pairs else "means")
         ratio = found.value
         if n_unit == "conversations" or has_interval(seeds):
             low, high = found.ci_low, found.ci_high
     verdict = _verdict(name, mean_a, mean_b, low, high, seeds if seeds > 1 else len(a))
-    of_pairs = positive and ratio is not None
     return ComparedMetric(group, name, label, unit, mean_a, mean_b, ratio, low, high, len(a), n_unit, verdict, of_pairs)
 
 

@@ -4,13 +4,13 @@ to read it."""
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import platform
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -59,7 +59,6 @@ def _machine() -> dict[str, Any]:
             "cores": psutil.cpu_count(logical=False),
             "logical_cores": psutil.cpu_count(),
             "usable_cores": _usable_cores(),
-            "mhz": _cpu_mhz(),
         },
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpus(),
@@ -67,25 +66,19 @@ def _machine() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
+    """Those that are installed."""
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue  # not installed: says so by its absence
     return found
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """commit, whether the tree differs from it, and a digest of the difference (of new files their names)."""
+    """The commit, and whether the tree differs from it."""
     status = _run_git(folder, "status", "--porcelain=v1") if (folder / ".git").exists() else None
     commit = _run_git(folder, "rev-parse", "--verify", "HEAD") if status is not None else None
-    diff = status + (_run_git(folder, "diff", "HEAD") or b"") if status else None
-    return {
-        "commit": commit.decode().strip() if commit else None,
-        "dirty": None if status is None else bool(status),
-        "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
-    }
+    return {"commit": commit and commit.decode().strip(), "dirty": None if status is None else bool(status)}
 
 
 def _run_git(folder: Path, *arguments: str) -> bytes | None:
@@ -108,15 +101,6 @@ def _cpu_model() -> str:
     except OSError:
         pass  # not Linux: the platform module's word is all there is
     return platform.processor() or platform.machine()
-
-
-def _cpu_mhz() -> dict[str, float] | None:
-    """The clock now, and the highest that the governor allows; None where the system does not tell."""
-    try:
-        found = psutil.cpu_freq()
-    except (OSError, NotImplementedError):
-        return None
-    return {"now": round(found.current), "max": round(found.max)} if found else None
 
 
 def _usable_cores() -> int | None:

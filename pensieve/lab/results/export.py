@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any
 from sqlalchemy import Boolean, Float, Integer, Row, and_, select
 
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.lab.results.frame import axis_value, measured_turns, varying_axes
+from pensieve.lab.results.frame import Frame, measured_turns
 from pensieve.lab.results.schema import MetricRow, Sweep, SweepTrial, Trial, turn_table
-from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore
+from pensieve.lab.results.store import TURN_COLUMNS, ResultsStore
 from pensieve.lab.statistics import median, nearest_rank
 
 TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
@@ -42,31 +42,27 @@ def export_sweep(store: ResultsStore, sweep_id: int, folder: Path) -> list[Path]
 
     Raises MissingSeries where none is completed, ResultsError where the folder cannot be written.
     """
-    jobs = [job for job in store.trials_of_sweep(sweep_id) if job.trial is not None]
-    if not jobs:
+    found = Frame(store, sweep_id)
+    if not found.trials:
         raise MissingSeries(f"No trial of sweep {sweep_id} is completed; run its command again and export then.")
-    axes = varying_axes(store.sweep(sweep_id).overrides, [job.trial for job in jobs if job.trial])
-    groups: dict[str, list[JobResult]] = {}
-    for job in jobs:
-        assert job.trial is not None
-        parts = [job.trial.baseline, *(f"{axis}={axis_value(job.trial, axis)}" for axis in axes)]
-        groups.setdefault(re.sub(r"[^\w.=-]+", "_", "--".join(parts)), []).append(job)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = []
-        for name, members in groups.items():
-            path = folder / f"{name}.json"
-            path.write_text(json.dumps(baseline_report(store, members), indent=2) + "\n", encoding="utf-8")
-            written.append(path)
-        trials = [job.trial for job in jobs if job.trial]
-        return [*written, *_write_turns(store, list({t.id: t for t in trials}.values()), folder)]
+        for panel in found.panels():
+            for name, trials in panel.trials.items():
+                parts = [name, *(f"{axis}={value}" for axis, value in panel.group.items())]
+                stem = re.sub(r"[^\w.=-]+", "_", "--".join(parts))
+                written.append(folder / f"{stem}.json")
+                report = json.dumps(baseline_report(found, trials), indent=2)
+                written[-1].write_text(f"{report}\n", encoding="utf-8")
+        return [*written, *_write_turns(store, found.trials, folder)]
     except OSError as error:
         raise ResultsError(
             f"The export cannot be written to {folder} ({error.strerror or error}); name another folder with --to."
         ) from None
 
 
-def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str, Any]:
+def baseline_report(found: Frame, trials: Sequence[Trial]) -> dict[str, Any]:
     """Report one baseline. A run is one measured turn that completed; its id: trial/session/turn, and /iteration if repeated.
 
     total_ms: arrival to last token. per_token_ms: total over generated tokens, null without any. prompt_tokens,
@@ -79,34 +75,18 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
     runs: list[dict[str, Any]] = []
     prompts: list[int] = []
     at_once: list[int] = []
-    for job in jobs:
-        assert job.trial is not None
-        gpu, bandwidth = job.value("gpu_util_pct"), job.value("memory_bw_gbps")
-        turns = measured_turns(store, job.trial.id)
-        for turn in turns:
-            name = f"{job.trial.id}/{turn.session}/{turn.turn}" + (f"/{turn.iteration}" if turn.iteration else "")
-            each = turn.latency_ms / turn.output_tokens if turn.output_tokens and turn.latency_ms is not None else None
-            run = {
-                "run_id": name,
-                "total_ms": turn.latency_ms,
-                "per_token_ms": each,
-                "tokens_generated": turn.output_tokens,
-                "gpu_util_pct": gpu,
-                "memory_bw_gbps": bandwidth,
-                "host_to_device_mb": _megabytes(turn.h2d_bytes),
-                "device_to_host_mb": _megabytes(turn.d2h_bytes),
-            }
-            runs.append(run | {column: getattr(turn, column) for column in _AS_RECORDED})
+    for trial in trials:
+        device = {name: found.metric(trial, name) for name in ("gpu_util_pct", "memory_bw_gbps")}
+        turns = measured_turns(found.store, trial.id)
+        runs += [_run(trial, turn, device) for turn in turns]
         prompts += [turn.prompt_tokens for turn in turns if turn.prompt_tokens is not None]
         edges = sorted(edge for turn in turns for edge in _edges(turn))
         at_once += accumulate(change for _, change in edges)
-    trial = jobs[0].trial
-    assert trial is not None
-    totals = [run["total_ms"] for run in runs if run["total_ms"] is not None]
-    each_token = [run["per_token_ms"] for run in runs if run["per_token_ms"] is not None]
+    first = trials[0]
+    totals, each_token = ([run[name] for run in runs if run[name] is not None] for name in ("total_ms", "per_token_ms"))
     return {
-        "baseline": trial.baseline,
-        "model_id": (trial.config.get("model") or {}).get("hub_id") or trial.model,
+        "baseline": first.baseline,
+        "model_id": (first.config.get("model") or {}).get("hub_id") or first.model,
         "prompt_tokens": int(median(prompts)) if prompts else None,
         "new_tokens": int(median([run["tokens_generated"] for run in runs])) if runs else None,
         "batch_size": max(at_once, default=None),
@@ -117,21 +97,29 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
             "mean_per_token_ms": fmean(each_token) if each_token else None,
         },
         "notes": {name: note for name, note in NOTES.items() if all(run[name] is None for run in runs)},
-        "simulated": trial.simulated,
-        "network": (trial.engine or {}).get("network"),
+        "simulated": first.simulated,
+        "network": (first.engine or {}).get("network"),
     }
 
 
-def _megabytes(counted: int | None) -> float | None:
-    return None if counted is None else counted / _MEGABYTE
+def _run(trial: Trial, turn: Row[Any], device: Mapping[str, float | None]) -> dict[str, Any]:
+    each = turn.latency_ms / turn.output_tokens if turn.output_tokens and turn.latency_ms is not None else None
+    return {
+        "run_id": f"{trial.id}/{turn.session}/{turn.turn}" + (f"/{turn.iteration}" if turn.iteration else ""),
+        "total_ms": turn.latency_ms,
+        "per_token_ms": each,
+        "tokens_generated": turn.output_tokens,
+        **device,
+        "host_to_device_mb": None if turn.h2d_bytes is None else turn.h2d_bytes / _MEGABYTE,
+        "device_to_host_mb": None if turn.d2h_bytes is None else turn.d2h_bytes / _MEGABYTE,
+        **{column: getattr(turn, column) for column in _AS_RECORDED},
+    }
 
 
 def _edges(turn: Row[Any]) -> Iterable[tuple[float, int]]:
     """+1 when the turn was admitted (or arrived, where the engine does not tell), -1 when it finished."""
     began = turn.admitted_s if turn.admitted_s is not None else turn.intended_s
-    if began is None or turn.finished_s is None:
-        return ()
-    return (began, 1), (turn.finished_s, -1)
+    return () if began is None or turn.finished_s is None else ((began, 1), (turn.finished_s, -1))
 
 
 def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> list[Path]:
@@ -174,9 +162,8 @@ def list_sweeps(store: ResultsStore, limit: int | None = None) -> Iterable[str]:
     query = select(Sweep).order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(limit)
     with store.database.reading() as connection:
         rows = connection.execute(query).all()
-    titles = ("sweep", "status", "trials", "started", "overrides")
     cells = [(str(r.id), r.status, str(r.n_expected), _moment(r.started_at), _overrides(r.overrides)) for r in rows]
-    return _aligned(titles, cells)
+    return _aligned(("sweep", "status", "trials", "started", "overrides"), cells)
 
 
 def list_trials(
@@ -192,12 +179,14 @@ def list_trials(
     with store.database.reading() as connection:
         trials = connection.execute(query).all()
         chosen = select(MetricRow.trial_id, MetricRow.name, MetricRow.value).where(
-            MetricRow.name.in_(_SHOWN), MetricRow.label == ""
+            MetricRow.name.in_(_SHOWN), MetricRow.label == "", MetricRow.trial_id.in_(query.with_only_columns(Trial.id))
         )
-        if trials:
-            chosen = chosen.where(MetricRow.trial_id.between(trials[-1].id, trials[0].id))
-        values = {(row.trial_id, row.name): row.value for row in connection.execute(chosen)} if trials else {}
-    cells = [_trial_cells(row, values) for row in trials]
+        values = {(row.trial_id, row.name): row.value for row in connection.execute(chosen)}
+    cells = [
+        [_NONE if one is None else _moment(one) if isinstance(one, datetime) else str(one) for one in trial]
+        + [_number(values.get((trial.id, name))) for name in _SHOWN]
+        for trial in trials
+    ]
     return _aligned((*_TITLES, *_SHOWN), cells)
 
 
@@ -215,12 +204,7 @@ def show_trial(store: ResultsStore, trial_id: int) -> Iterable[str]:
         yield from ("  " + line for line in json.dumps(told, indent=1, default=str).splitlines())
     yield "metrics:"
     metrics = [
-        (
-            f"{m.name}[{m.label}]" if m.label else m.name,
-            _number(m.value),
-            m.unit,
-            str(m.n if m.n is not None else _NONE),
-        )
+        (f"{m.name}[{m.label}]" if m.label else m.name, _number(m.value), m.unit, _NONE if m.n is None else str(m.n))
         for m in sorted(store.metrics_of(trial_id), key=lambda m: (m.label, m.name))
     ]
     yield from ("  " + line for line in _aligned(("name", "value", "unit", "n"), metrics))
@@ -228,12 +212,6 @@ def show_trial(store: ResultsStore, trial_id: int) -> Iterable[str]:
         yield f"artifact {artifact.kind}: {artifact.path}{'' if artifact.path.exists() else ' (gone)'}"
     if trial.traceback:
         yield trial.traceback.rstrip()
-
-
-def _trial_cells(row: Row[Any], values: dict[tuple[int, str], float | None]) -> tuple[str, ...]:
-    texts, started = tuple(row)[:-1], row.started_at
-    shown = (_number(values.get((row.id, name))) for name in _SHOWN)
-    return (*(_NONE if text is None else str(text) for text in texts), _moment(started), *shown)
 
 
 def _aligned(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy import BigInteger, Float, Integer, Row
 
@@ -23,7 +23,9 @@ from pensieve.lab.results.identity import NOT_CONFIG, outside_names
 from pensieve.lab.results.schema import Sweep, Trial, turn_table
 from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore
 from pensieve.lab.statistics import REAL, Estimate, paired_ratio
+from pensieve.serve.books.holding import TIERS
 from pensieve.serve.record import is_measured
+from pensieve.units import in_order
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,15 +58,10 @@ _NUMBERS = {
 }
 
 
-def counts(turn: Row[Any]) -> bool:
-    """Whether a turn is in the numbers of its trial: measured (no warm-up), and completed."""
-    return turn.status == "completed" and is_measured(turn.phase)
-
-
 def measured_turns(store: ResultsStore, trial_id: int, *columns: str) -> list[Row[Any]]:
-    """The turns that count. Rows have the columns as attributes, without names all of them."""
+    """The turns that count: measured (no warm-up), and completed. Rows have the columns as attributes, without names all."""
     chosen = dict.fromkeys(("phase", "status", *columns)) if columns else ()
-    return [turn for turn in store.turns_of(trial_id, *chosen) if counts(turn)]
+    return [t for t in store.turns_of(trial_id, *chosen) if t.status == "completed" and is_measured(t.phase)]
 
 
 def turn_frame(store: ResultsStore, trials: Iterable[Trial], *columns: str, measured: bool = True) -> pd.DataFrame:
@@ -172,23 +169,51 @@ def conversation_ends(pairs: pd.DataFrame, last: bool) -> pd.DataFrame:
 
 
 class Frame:
-    """The trials that a sweep shows: by job, in groups, and their turns, which are read once for each trial.
+    """The trials that a sweep shows, in panels of cells, and their turns, which are read once for each trial.
 
     sweep: its id, or one made of several. columns: of the turns, without names all of them. also: further sweeps, whose
-    trials count as this one's.
+    trials count as this one's. wanted: only these baselines, in this order.
     """
 
-    def __init__(self, store: ResultsStore, sweep: Sweep | int, *columns: str, also: Sequence[int] = ()) -> None:
-        self.store, self._columns = store, columns
+    def __init__(
+        self,
+        store: ResultsStore,
+        sweep: Sweep | int,
+        *columns: str,
+        also: Sequence[int] = (),
+        wanted: Sequence[str] = (),
+    ) -> None:
+        self.store, self.wanted, self._columns = store, wanted, columns
         self.sweep = store.sweep(sweep) if isinstance(sweep, int) else sweep
         jobs = [job for one in (self.sweep.id, *also) for job in store.trials_of_sweep(one)]
         self.jobs: Sequence[JobResult] = list({job.last.id: job for job in jobs}.values()) if also else jobs
         self._metrics = {job.trial.id: job.metrics for job in self.jobs if job.trial is not None}
         self._turns: dict[tuple[int, bool], pd.DataFrame] = {}
 
+    def baselines(self) -> list[str]:
+        """As wanted, else all that the sweep has begun."""
+        return list(self.wanted) or list(dict.fromkeys(job.last.baseline for job in self.jobs))
+
     @property
     def trials(self) -> Sequence[Trial]:
-        return [job.trial for job in self.jobs if job.trial is not None]
+        """That have completed, in order of id."""
+        found = {job.trial.id: job.trial for job in self.jobs if job.trial is not None}
+        names = self.baselines()
+        return [found[key] for key in sorted(found) if found[key].baseline in names]
+
+    def panels(self, *along: str) -> Sequence[Panel]:
+        """A panel for each combination of the swept axes but seed, repeat, baseline and those `along` which its cells lie.
+
+        An axis is a group (cache, eviction, ...) or a dotted field (workload.request_rate). A panel has a cell for each
+        baseline and place; a cell without a completed trial is left out, and named.
+        """
+        names = self.baselines()
+        begun = sorted(
+            (job for job in self.jobs if job.last.baseline in names), key=lambda job: names.index(job.last.baseline)
+        )
+        every = [job.trial or job.last for job in begun]
+        axes = [axis for axis in varying_axes(self.sweep.overrides, every) if axis not in along]
+        return arranged(every, axes, along)
 
     def turns(self, trials: Iterable[Trial], measured: bool = True) -> pd.DataFrame:
         """As turn_frame gives them; empty without trials."""
@@ -203,6 +228,10 @@ class Frame:
             self._turns |= {(trial.id, False): every, (trial.id, True): measured_of(every)}
         return self._turns[trial.id, measured]
 
+    def recorded(self, trial: Trial) -> Mapping[tuple[str, str], MetricValue]:
+        """All of its metrics, by (name, label)."""
+        return self._metrics[trial.id]
+
     def metric(self, trial: Trial, name: str, label: str = "") -> float | None:
         found = self._metrics[trial.id].get((name, label))
         return found.value if found else None
@@ -211,10 +240,6 @@ class Frame:
         """(seed, repeat) -> value, of the trials that have one; they differ in nothing else."""
         found = {(trial.seed, trial.repeat): self.metric(trial, name, label) for trial in trials}
         return {key: value for key, value in found.items() if value is not None}
-
-    def recorded(self, trial: Trial) -> Mapping[tuple[str, str], MetricValue]:
-        """All of its metrics, by (name, label)."""
-        return self._metrics[trial.id]
 
     def mean(self, trials: Iterable[Trial], name: str) -> float | None:
         """Of a metric, over the trials that have it."""
@@ -228,35 +253,20 @@ class Frame:
             values[seed].append(value)
         return {seed: fmean(own) for seed, own in values.items()}
 
+    def completed_turns(self, trials: Iterable[Trial]) -> int:
+        return sum(int(self.metric(trial, "turns", "completed") or 0) for trial in trials)
+
     def incomplete(self, trials: Sequence[Trial]) -> Counter[str]:
         """How many turns of these trials timed out, failed, were refused or cancelled, by status."""
         lost = (name for name in STATUSES if name != "completed")
         return +Counter({name: sum(int(self.metric(trial, "turns", name) or 0) for trial in trials) for name in lost})
 
-    def mostly_lost(self, group: Panel) -> dict[str, tuple[int, int]]:
+    def mostly_lost(self, panel: Panel) -> dict[str, tuple[int, int]]:
         """The baselines that completed under half of their turns: how many, of how many. Those few had the machine to
         themselves, so they are compared with nothing."""
-        counts = {}
-        for name, trials in group.trials.items():
-            done = sum(int(self.metric(trial, "turns", "completed") or 0) for trial in trials)
-            asked = done + self.incomplete(trials).total()
-            if 2 * done < asked:
-                counts[name] = (done, asked)
-        return counts
-
-    def groups(self, over: str | None = None) -> Sequence[Panel]:
-        """A panel for the values of every axis that the sweep varied, but seed, repeat, baseline and `over`.
-
-        Each has a cell for every baseline."""
-        axes = [axis for axis in varying_axes(self.sweep.overrides, self.trials) if axis != over]
-        found: dict[tuple[str, ...], dict[str, list[Trial]]] = {}
-        for trial in self.trials:
-            place = tuple(axis_value(trial, axis) for axis in axes)
-            found.setdefault(place, defaultdict(list))[trial.baseline].append(trial)
-        return [
-            Panel(dict(zip(axes, place, strict=True)), [Cell(name, {}, own) for name, own in trials.items()])
-            for place, trials in found.items()
-        ]
+        done = {name: self.completed_turns(trials) for name, trials in panel.trials.items()}
+        asked = {name: done[name] + self.incomplete(trials).total() for name, trials in panel.trials.items()}
+        return {name: (done[name], asked[name]) for name in done if 2 * done[name] < asked[name]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +281,6 @@ class Cell:
         return iter(self.trials)
 
     @property
-    def place(self) -> str:
-        return _in_words(self.at)
-
-    @property
     def ids(self) -> str:
         """For the column `trials` of a CSV."""
         return " ".join(str(trial.id) for trial in self.trials)
@@ -282,10 +288,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What stands beside each other. group: the swept axes that are the same in all cells, with their values."""
+    """What stands beside each other. group: the swept axes that are the same in all cells, with their values. left_out: the
+    cells of which trials began and none has completed, as they are named to people."""
 
     group: Mapping[str, str]
     cells: Sequence[Cell]
+    left_out: Sequence[str] = ()
 
     @property
     def trials(self) -> dict[str, Sequence[Trial]]:
@@ -299,6 +307,10 @@ class Panel:
     def of(self, baseline: str) -> list[Cell]:
         return [cell for cell in self.cells if cell.baseline == baseline]
 
+    def values(self, axis: str) -> list[str]:
+        """Of an axis along which its cells lie: numbers in ascending order, names as they were given."""
+        return in_order(dict.fromkeys(cell.at[axis] for cell in self.cells))
+
     @property
     def text(self) -> str:
         return _in_words(self.group)
@@ -306,6 +318,28 @@ class Panel:
     def place(self, baseline: str) -> str:
         """Of one of its baselines: "pensieve (eviction=lru)"."""
         return f"{baseline} ({self.text})" if self.group else baseline
+
+
+def arranged(
+    trials: Iterable[Trial],
+    axes: Sequence[str],
+    along: Sequence[str] = (),
+    value: Callable[[Trial, str], str] | None = None,
+) -> Sequence[Panel]:
+    """The trials in panels by their values of `axes`, in cells by baseline and their values `along`. Only completed ones are
+    shown. value: what a trial has on an axis; by default axis_value."""
+    found: dict[tuple[str, ...], dict[tuple[str, ...], list[Trial]]] = {}
+    for trial in trials:
+        group, place = (tuple((value or axis_value)(trial, axis) for axis in some) for some in (axes, along))
+        cell = found.setdefault(group, {}).setdefault((trial.baseline, *place), [])
+        cell += [trial] if trial.status == "completed" else []
+    panels = []
+    for group, own in found.items():
+        every = [Cell(name, dict(zip(along, at, strict=True)), cell) for (name, *at), cell in own.items()]
+        gone = [f"{one.baseline}{f' ({_in_words(one.at)})' if one.at else ''}" for one in every if not one.trials]
+        if cells := [one for one in every if one.trials]:
+            panels.append(Panel(dict(zip(axes, group, strict=True)), cells, gone))
+    return panels
 
 
 def _in_words(at: Mapping[str, str]) -> str:
@@ -324,6 +358,16 @@ GAP_COLUMNS = ("history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_t
 """What it is computed of."""
 
 
+def found_history(turns: pd.DataFrame, *tiers: str) -> pd.DataFrame:
+    """Columns history and hits, in tokens, of the turns that have a history and say what was found of it. tiers: on which it
+    was found; by default on all."""
+    import pandas as pd
+
+    known = turns[turns["gpu_hit_tokens"].notna() & (turns["history_tokens"] > 0)]
+    hits = known[[f"{tier}_hit_tokens" for tier in tiers or TIERS]].fillna(0).sum(axis=1)
+    return pd.DataFrame({"history": known["history_tokens"], "hits": hits})
+
+
 def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, float]) -> Estimate | None:
     """(hits - START's hits) / (bound - START's hits), in tokens on all tiers, paired by seed and conversation.
 
@@ -331,12 +375,13 @@ def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, fl
     trials by seed. Negative where the policy finds less than START. The bound is of a whole trial, so for the interval each
     conversation has its share of it, by its history. None where START is at the bound, or nothing is known of either.
     """
-    before, after = hit_tokens(start), hit_tokens(turns)
+    known, others = found_history(start), found_history(turns)
+    history, before, after = map(conversation_sums, (known["history"], known["hits"], others["hits"]))
     keys = [key for key in before if key in after and key[0] in bounds]
-    room = {key: bounds[key[0]] * before[key].history - before[key].hits for key in keys}
+    room = {key: bounds[key[0]] * history[key] - before[key] for key in keys}
     if sum(room.values()) <= 0:
         return None
-    return paired_ratio({key: after[key].hits - before[key].hits for key in keys}, room, of="means", support=REAL)
+    return paired_ratio({key: after[key] - before[key] for key in keys}, room, of="means", support=REAL)
 
 
 def found_more(turns: pd.DataFrame, other: pd.DataFrame) -> Estimate | None:
@@ -344,29 +389,10 @@ def found_more(turns: pd.DataFrame, other: pd.DataFrame) -> Estimate | None:
     than another one, or the other one recomputes more; 0.016 is 1.6 percentage points. Over the turns that both measured;
     None where nothing is known of either."""
     both = turns.index.intersection(other.index)
-    before, after = hit_tokens(other.loc[both]), hit_tokens(turns.loc[both])
-    keys = before.keys() & after.keys()
-    if not keys:
-        return None
-    history = {key: before[key].history for key in keys}
-    return paired_ratio({key: after[key].hits - before[key].hits for key in keys}, history, of="means", support=REAL)
-
-
-class Found(NamedTuple):
-    """Tokens of one conversation's turns."""
-
-    history: float
-    hits: float
-
-
-def hit_tokens(turns: pd.DataFrame) -> dict[tuple[int, str], Found]:
-    """By seed and conversation, on all tiers, over its turns with a history."""
-    known = turns[turns["gpu_hit_tokens"].notna() & (turns["history_tokens"] > 0)]
-    if known.empty:
-        return {}
-    hits = known["gpu_hit_tokens"] + known[["cpu_hit_tokens", "disk_hit_tokens"]].fillna(0).sum(axis=1)
-    history, found = conversation_sums(known["history_tokens"]), conversation_sums(hits)
-    return {key: Found(history[key], found[key]) for key in history}
+    known, others = found_history(other.loc[both]), found_history(turns.loc[both])
+    history, before, after = map(conversation_sums, (known["history"], known["hits"], others["hits"]))
+    more = {key: after[key] - before[key] for key in before.keys() & after.keys()}
+    return paired_ratio(more, {key: history[key] for key in more}, of="means", support=REAL) if more else None
 
 
 COLUMNS = frozenset(column.name for column in Trial.__table__.columns)
@@ -472,16 +498,6 @@ class Mixture:
     trials: tuple[int, ...] = ()
 
 
-_SPOILT = (
-    (
-        "contaminated",
-        "trials whose engine still held what an earlier run had asked",
-        "start it anew, or run them with cache_state=salted and another seed",
-    ),
-)
-"""A flag of a trial that no other is to be compared with, what such trials are called, and the remedy."""
-
-
 def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
     """Why times of these trials must not be compared; empty where they may be."""
     found = []
@@ -490,9 +506,9 @@ def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
     if contended := tuple(sorted(trial.id for trial in trials if trial.contended)):
         what = "trials that shared their device with others"
         found.append(Mixture(what, "run them again with trial.exclusive=true", contended))
-    for flag, what, remedy in _SPOILT:
-        if ids := tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get(flag))):
-            found.append(Mixture(what, remedy, ids))
+    if ids := tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get("contaminated"))):
+        what = "trials whose engine still held what an earlier run had asked"
+        found.append(Mixture(what, "start it anew, or run them with cache_state=salted and another seed", ids))
     if len({trial.weights == "random" for trial in trials if not trial.simulated}) > 1:
         found.append(Mixture("random and trained weights", "give all trials the same model.weights"))
     if any(len(digests) > 1 for digests in _code(trials).values()):

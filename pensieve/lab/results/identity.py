@@ -44,6 +44,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
@@ -66,8 +67,7 @@ TEXT_FIELDS = ("hardware.source",)
 
 NOT_SWEEP = ("force", "resume", "hydra", "trial", "tracking")
 """Overrides that leave the sweep the same: they say how its jobs are run and recorded, not which. force=true begins another
-one of the same jobs, or goes on with one that it began and that did not complete (ResultsStore.open_sweep), so that an older
-one goes on showing its trials."""
+one of the same jobs, so that an older one goes on showing its trials."""
 
 INPUT_FIELDS = ("path", "weights", "profile", "file", "gguf_file", "tokenizer")
 """Last parts of the names of fields that hold paths: where the path exists, its content is hashed instead."""
@@ -98,7 +98,7 @@ class Identity:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint(self.config_hash, self.code_hash, self.platform)
+        return text_hash(json.dumps([self.config_hash, self.code_hash, self.platform]))
 
 
 def identify(
@@ -110,15 +110,10 @@ def identify(
 ) -> Identity:
     """Compute the identity. config: resolved. device: see platform_of. marks: further fields that are hashed with it. entry:
     the module that runs the trial."""
-    counted = config_hash({**config, **(marks or {})})
-    platform, unstated = platform_of(simulated, device), device.get(UNSTATED)
     code = code_of(config, entry)
     files = {name: digest[:12] for name, digest in code.items()}
-    return Identity(counted, hash_of(code), platform, unstated, files)
-
-
-def fingerprint(config_hash: str, code_hash: str, platform: str) -> str:
-    return text_hash(json.dumps([config_hash, code_hash, platform]))
+    counted = config_hash({**config, **(marks or {})})
+    return Identity(counted, hash_of(code), platform_of(simulated, device), device.get(UNSTATED), files)
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -157,7 +152,8 @@ def platform_of(simulated: bool, device: Mapping[str, Any]) -> str:
     used = {key: value for key, value in device.items() if key not in ("name", "count", "packages", UNSTATED)}
     facts: dict[str, Any] = {"device": device.get("name"), "count": device.get("count", 1), **used}
     for package in ("torch", "transformers", "triton", *sorted(device.get("packages", ()))):
-        facts[package] = _version(package)
+        with suppress(PackageNotFoundError):
+            facts[package] = version(package)
     return "; ".join(f"{key}={value}" for key, value in facts.items() if value is not None)
 
 
@@ -240,13 +236,6 @@ def _platform_change(old: str, new: str) -> str:
     return f"the platform ({', '.join(changes)})" if changes else "the platform"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 # Digests of files, and of the code that a trial ran
 #
 # The code of a trial is what it can reach by import statements: from the module that runs it (RUNS_TRIALS, or a server's or a
@@ -275,9 +264,6 @@ CACHED_BYTES = 64 * 2**20
 """From this size on a file's digest is cached."""
 
 Version = tuple[int, int, int, int, int]
-
-
-# Files and folders
 
 
 def content_hash(path: Path) -> str:
@@ -310,29 +296,23 @@ def version_of(path: Path) -> Version:
 
 
 def cached(name: str, version: str, compute: Callable[[], str]) -> str:
-    """The digest stored for this name and version, else compute(), which is then stored in place of older versions."""
-    try:
+    """The digest stored for this name and version, else compute(), which is then stored in place of older versions. A cache
+    that cannot be read or written only costs time."""
+    file = Path()
+    with suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):  # not there yet, or somebody's edit
         file = user_cache() / "digests" / f"{text_hash(name)}.json"
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["version"] == version:
             return str(found["digest"])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
-        pass  # not there yet, not readable, or somebody's edit: computed anew
     digest = compute()
-    _store(name, version, digest)
+    with suppress(OSError, RuntimeError):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with NamedTemporaryFile(
+            "w", dir=file.parent, delete=False, encoding="utf-8"
+        ) as whole:  # others read it meanwhile
+            json.dump({"name": name, "version": version, "digest": digest}, whole)
+        os.replace(whole.name, file)
     return digest
-
-
-def _store(name: str, version: str, digest: str) -> None:
-    """Replace the file at once, since other processes read it; a cache that cannot be written only costs time."""
-    try:
-        folder = user_cache() / "digests"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-            json.dump({"name": name, "version": version, "digest": digest}, file)
-        os.replace(file.name, folder / f"{text_hash(name)}.json")
-    except (OSError, RuntimeError):
-        pass
 
 
 @functools.lru_cache(maxsize=4096)
@@ -346,9 +326,6 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# Code
-
-
 class Source(NamedTuple):
     """imports: the dotted names that a file imports, absolute. offered: those that it imports for type checkers alone, by
     the names under which a package resolves them on first use (pensieve.lazy)."""
@@ -359,10 +336,8 @@ class Source(NamedTuple):
 
 
 def code_hash(config: Mapping[str, Any] | None = None, entry: str = RUNS_TRIALS) -> str:
-    """SHA-256 of the code that a trial of this configuration can use. entry: the module that runs it.
-
-    What is installed beside the package does not count.
-    """
+    """SHA-256 of the code that a trial of this configuration can use; what is installed beside the package does not count.
+    entry: the module that runs it."""
     return hash_of(code_of(config or {}, entry))
 
 
@@ -424,30 +399,23 @@ def _dotted(value: Any) -> Iterator[str]:
             yield from _dotted(inner)
 
 
-# Where modules are
-
-
 @functools.lru_cache(maxsize=1)
 def _package() -> dict[str, Source]:
     """The package's files by their paths in it, read once a process: later changes of the files are not loaded either."""
     root = Path(pensieve.__file__).parent
-    files = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
-    files = {name: path for name, path in files.items() if not _hidden(name)}
+    files = {
+        path.relative_to(root).as_posix(): path
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not any(one[0] == "." or one == "__pycache__" for one in path.relative_to(root).parts)
+    }
 
     def compute() -> str:
-        return json.dumps({name: _source(path, _module_name(name)) for name, path in files.items()})
+        modules = {name: ".".join(("pensieve", *PurePosixPath(name).with_suffix("").parts)) for name in files}
+        return json.dumps({name: _source(path, modules[name]) for name, path in files.items()})
 
     # Parsing takes seconds, which every start of the program would pay.
     state = text_hash(json.dumps([sys.version, [(name, version_of(path)) for name, path in files.items()]]))
     return {name: Source(*told) for name, told in json.loads(cached(f"{root} sources", state, compute)).items()}
-
-
-def _hidden(name: str) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
-
-
-def _module_name(file: str) -> str:
-    return ".".join(("pensieve", *PurePosixPath(file).with_suffix("").parts))
 
 
 def _package_files(name: str, package: Mapping[str, Source]) -> Iterator[tuple[str, Source]]:
@@ -482,7 +450,7 @@ def _own_files(name: str) -> Iterator[tuple[str, Source]]:
         if spec is None:
             return
         if spec.origin and (path := Path(spec.origin)).is_file():
-            if _installed(path):
+            if str(path).startswith(_installed_folders()):
                 return
             inside = f"{module}.__init__" if spec.submodule_search_locations is not None else module
             yield f"own {module}", _source(path, inside)
@@ -491,44 +459,34 @@ def _own_files(name: str) -> Iterator[tuple[str, Source]]:
             return
 
 
-def _installed(path: Path) -> bool:
-    """Whether a file belongs to Python or to an installed package, which other parts of the identity cover."""
-    return str(path).startswith(_installed_folders())
-
-
 @functools.cache
 def _installed_folders() -> tuple[str, ...]:
+    """Of Python and of installed packages, which other parts of the identity cover."""
     paths = sysconfig.get_paths()
     return tuple(f"{paths[at]}{os.sep}" for at in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-# What of a file counts
-
-
 def _source(path: Path, module: str) -> Source:
-    """module: its dotted path, of a package with `__init__` at its end."""
-    tree = _tree(path) if path.suffix == ".py" else None
+    """module: its dotted path, of a package with `__init__` at its end. What is no Python counts byte by byte."""
+    try:
+        tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else None
+    except (SyntaxError, ValueError):
+        tree = None
     if tree is None:
         return Source(content_hash(path), [], {})
-    unread = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _for_type_checkers(node.test)]
+    conditions = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    for_checkers = [one for one in conditions if isinstance(one.test, ast.Name) and one.test.id == "TYPE_CHECKING"]
     offered = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for block in unread
+        for block in for_checkers
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     digest = text_hash(_code_alone(tree))
-    for block in unread:
+    for block in for_checkers:
         block.body = []
     return Source(digest, sorted(set(_imports(tree, module, path.parent))), offered)
-
-
-def _tree(path: Path) -> ast.Module | None:
-    try:
-        return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return None
 
 
 def _code_alone(tree: ast.Module) -> str:
@@ -538,10 +496,6 @@ def _code_alone(tree: ast.Module) -> str:
             told = [one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
             node.body = told or [ast.Pass()]  # type: ignore[attr-defined]
     return ast.unparse(tree)
-
-
-def _for_type_checkers(test: ast.expr) -> bool:
-    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
 def _imports(tree: ast.Module, module: str, folder: Path) -> Iterator[str]:

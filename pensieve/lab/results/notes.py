@@ -6,7 +6,7 @@ TEXTS has the sentence of each code. A rule decides only whether a code holds, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -92,7 +92,6 @@ FACTS = {
     "load": "{}",
     "bound": "Offline bound on the hit rate at this capacity, in %: {}.",
     "outputs_agree": "Outputs of all baselines agree in {}.",
-    "gap_closed": "lru to bound, closed: (hits - lru's hits) / (bound - lru's hits), paired by seed and conversation.",
 }
 """Say what ran, and qualify no number: a table does not count them."""
 
@@ -117,54 +116,64 @@ class Note:
         return self.code in ABOVE
 
 
+Told = Iterator[tuple[str, str]]
+"""(code, place): where it holds, for {} in its text."""
+
+
 def notes(found: Frame, panels: Sequence[Panel]) -> list[Note]:
     """All that apply to the sweep, those above the table first."""
-    return [note for rule in _RULES for note in rule(found, panels)]
+    return noted(told for rule in _RULES for told in rule(found, panels))
 
 
-def _told(code: str, places: Sequence[str]) -> Iterator[Note]:
-    if places:
-        yield Note(code, tuple(places))
+def noted(told: Iterable[tuple[str, str]]) -> list[Note]:
+    """A note for each code, with its places."""
+    places: dict[str, list[str]] = {}
+    for code, place in told:
+        places.setdefault(code, []).append(place)
+    apart = ("do_not_compare", "served_by")  # sentences
+    return [
+        Note(code, tuple(some))
+        for code, own in places.items()
+        for some in ([[one] for one in own] if code in apart else [own])
+    ]
 
 
-def _missing(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
+def _missing(found: Frame, _panels: Sequence[Panel]) -> Told:
     """How many trials of the sweep have nothing to show: everything said is of the others."""
     expected = max(found.sweep.n_expected, len(found.jobs))
     count = expected - len(found.trials)
     if count and found.sweep.status == "running":
         lost = sum(job.trial is None and job.last.status != "running" for job in found.jobs)
-        yield Note("sweep_running", (f"{count - lost} of {expected} trials have not ended", f"{lost} did not complete"))
+        yield "sweep_running", f"{count - lost} of {expected} trials have not ended, {lost} did not complete"
     elif count:
-        yield Note("trials_missing", (f"{count} of {expected}",))
+        yield "trials_missing", f"{count} of {expected}"
 
 
-def _not_comparable(_found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
+def _not_comparable(_found: Frame, panels: Sequence[Panel]) -> Told:
     """What the trials of a setting mix. That an axis sweeps hardware or weights is no mixture."""
     beside = [[trial for own in panel.trials.values() for trial in own] for panel in panels]
-    every = dict.fromkeys((one.what, one.remedy) for trials in beside for one in mixtures(trials))
-    yield from (Note("do_not_compare", (f"{what}. Remedy: {remedy}",)) for what, remedy in every)
+    every = dict.fromkeys(f"{one.what}. Remedy: {one.remedy}" for trials in beside for one in mixtures(trials))
+    yield from (("do_not_compare", text) for text in every)
 
 
-def _lost_most(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
-    lost = [
-        f"{panel.place(name)} {done:,} of {asked:,}"
-        for panel in panels
-        for name, (done, asked) in found.mostly_lost(panel).items()
-    ]
-    yield from _told("mostly_lost", lost)
+def _lost_most(found: Frame, panels: Sequence[Panel]) -> Told:
+    for panel in panels:
+        for name, (done, asked) in found.mostly_lost(panel).items():
+            yield "mostly_lost", f"{panel.place(name)} {done:,} of {asked:,}"
 
 
-def load_changed(panels: Sequence[Panel]) -> Iterator[Note]:
+def load_changed(panels: Sequence[Panel]) -> Told:
     """What makes the load another one than was meant: lengths in bytes, conversations that the model's context cuts.
     Baselines of a panel have the same conversations by seed, which count once."""
     if any(byte_notes(plan_of(trial)) for _, _, trials in _cells(panels) for trial in trials):
-        yield Note("tokens_are_bytes")
+        yield "tokens_are_bytes", ""
     told: dict[str, list[str]] = {}
     for panel in panels:
         each = {trial.seed: plan_of(trial) for trials in panel.trials.values() for trial in trials}
         told.setdefault(cut_by_context(each.values()), []).append(panel.text)
-    cut = [f"({names[0]}) {said}" if len(told) > 1 else said for said, names in told.items() if said]
-    yield from _told("context_cut", cut)
+    for said, names in told.items():
+        if said:
+            yield "context_cut", f"({names[0]}) {said}" if len(told) > 1 else said
 
 
 def plan_of(trial: Trial) -> Mapping[str, Any]:
@@ -181,44 +190,34 @@ def offered_rate(trials: Sequence[Trial]) -> float | None:
     return fmean(known) if known and len(known) == len(rates) else None
 
 
-def starting(trials: Sequence[Trial]) -> bool:
-    """Whether an open load was still filling up when the window began: the offered rate is that of steady state."""
-    return any("not_steady" in trial.flags for trial in trials)
-
-
-def _turns_without_reply(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
-    lost = []
+def _turns_without_reply(found: Frame, panels: Sequence[Panel]) -> Told:
     for panel, name, trials in _cells(panels):
         if less := found.incomplete(trials):
-            turns = less.total() + sum(int(found.metric(trial, "turns", "completed") or 0) for trial in trials)
+            turns = less.total() + found.completed_turns(trials)
             each = ", ".join(f"{count:,} {status}" for status, count in less.items())
-            lost.append(f"{panel.place(name)} {less.total():,} of {turns:,} ({each})")
-    yield from _told("turns_without_reply", lost)
+            yield "turns_without_reply", f"{panel.place(name)} {less.total():,} of {turns:,} ({each})"
 
 
-def _near_saturation(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
+def _near_saturation(found: Frame, panels: Sequence[Panel]) -> Told:
     """Medians over each conversation's last turn."""
-    late = []
     for panel, name, trials in _cells(panels):
         turns = found.turns(trials)
         both = turns[["queue_ms", "ttft_ms"]].dropna().sort_index()
         last = both.groupby(level=CONVERSATION).tail(1).query("ttft_ms > 0")
         if not last.empty and (last["queue_ms"] / last["ttft_ms"]).median() > MOSTLY:
-            late.append(f"{panel.place(name)} {last['queue_ms'].median():,.0f} of {last['ttft_ms'].median():,.0f} ms")
-    yield from _told("near_saturation", late)
+            waited, all_of_it = last["queue_ms"].median(), last["ttft_ms"].median()
+            yield "near_saturation", f"{panel.place(name)} {waited:,.0f} of {all_of_it:,.0f} ms"
 
 
-def _less_finished(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
+def _less_finished(found: Frame, panels: Sequence[Panel]) -> Told:
     """Baselines that finished less of an open load than another did with the same seeds."""
-    less = []
     for panel in panels:
         rates = {name: own for name, trials in panel.trials.items() if (own := _steady_rates(found, trials))}
         for name, own in rates.items():
             both = {other: _over_same_seeds(own, of) for other, of in rates.items() if own.keys() & of.keys()}
             other, (rate, most) = max(both.items(), key=lambda one: one[1][1] - one[1][0])
             if _clearly_less(rate, most):
-                less.append(f"{panel.place(name)} {rate:.3g}, {other} {most:.3g} with the same seeds")
-    yield from _told("less_finished", less)
+                yield "less_finished", f"{panel.place(name)} {rate:.3g}, {other} {most:.3g} with the same seeds"
 
 
 def _clearly_less(rate: float, other: float) -> bool:
@@ -243,10 +242,9 @@ def _load_decides(trial: Trial) -> bool:
     return bool(trial.flags.get("load", "closed") != "closed")
 
 
-def _slower_at(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
+def _slower_at(found: Frame, panels: Sequence[Panel]) -> Told:
     """At what Pensieve is behind another baseline with every seed: the headline is of the first token alone. How many tokens
     are made under an open load is the load's."""
-    slower = []
     for panel, other, theirs in _cells(panels):
         ours = panel.trials.get(OURS, ())
         asked = {"tpot_ms_mean": "TPOT {:.3g} ms"}
@@ -258,35 +256,36 @@ def _slower_at(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
             lower = metric_of(name).better == "lower"
             if both and all(_clearly_less(*((y, x) if lower else (x, y))) for x, y in both):
                 own, others = _over_same_seeds(a, b)
-                slower.append(f"{text.format(own)}, {panel.place(other)} {others:.3g}")
-    yield from _told("slower_at", slower)
+                yield "slower_at", f"{text.format(own)}, {panel.place(other)} {others:.3g}"
 
 
-def _cache_not_verified(_found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
-    """Servers that ran before a trial: of those that say what they held, see trials.mixtures."""
-    flag, places = "cache_state_unverified", []
-    for panel, name, trials in _cells(panels):
-        said = [str(trial.flags[flag]).rstrip(".") for trial in trials if flag in trial.flags]
-        places += [f"{panel.place(name)}: {said[0]}"] if said else []
-    yield from _told("cache_not_verified", places)
+def _cache_not_verified(_found: Frame, panels: Sequence[Panel]) -> Told:
+    """Servers that ran before a trial: of those that say what they held, see frame.mixtures."""
+    said = {
+        panel.place(name): str(trial.flags["cache_state_unverified"]).rstrip(".")
+        for panel, name, trials in _cells(panels)
+        for trial in reversed(trials)
+        if "cache_state_unverified" in trial.flags
+    }
+    yield from (("cache_not_verified", f"{place}: {text}") for place, text in said.items())
 
 
-def _few(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
+def _few(found: Frame, panels: Sequence[Panel]) -> Told:
     seeds = len({trial.seed for trial in found.trials})
     if seeds == 1:
-        yield Note("one_seed")
+        yield "one_seed", ""
     elif 1 < seeds < FEWEST_GROUPS:
-        yield Note("few_seeds", (str(seeds),))
+        yield "few_seeds", str(seeds)
     ttft = [values_of(found.turns(trials), "ttft_ms") for _, _, trials in _cells(panels)]
     fewest = min((len(conversations_of(one).unique()) for one in ttft), default=0)
     if 0 < fewest < enough_for(0.5):
-        yield Note("few_conversations", (str(fewest),))
+        yield "few_conversations", str(fewest)
     fewest = min((len(values_of(found.turns([trial]), "ttft_ms")) for trial in found.trials), default=0)
     if 0 < fewest < enough_for(0.99):
-        yield Note("few_turns_for_p99", (str(fewest),))
+        yield "few_turns_for_p99", str(fewest)
 
 
-def _tiers(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
+def _tiers(found: Frame, _panels: Sequence[Panel]) -> Told:
     """Pensieve that never evicted, or never read back what it evicted, says nothing about its tiers."""
     ours = [trial for trial in found.trials if trial.baseline == OURS]
     evicted, dropped, read = (
@@ -294,54 +293,55 @@ def _tiers(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
     )
     none = [all(value == 0 for value in values) for values in (evicted, dropped, read)]
     if ours and none[0] and none[1]:
-        yield Note("nothing_evicted")
+        yield "nothing_evicted", ""
     elif ours and none[2] and None not in evicted and not none[0]:
-        yield Note("cpu_tier_unused", (f"{sum(value or 0 for value in evicted):,.0f}",))
+        yield "cpu_tier_unused", f"{sum(value or 0 for value in evicted):,.0f}"
 
 
-def _machine(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
+def _machine(found: Frame, _panels: Sequence[Panel]) -> Told:
     shares = [float(trial.flags["others_cpu_share"]) for trial in found.trials if "others_cpu_share" in trial.flags]
     if shares and max(shares) > _BUSY:
-        yield Note("busy_machine", (f"{median(shares):.0%} (at most {max(shares):.0%})",))
+        yield "busy_machine", f"{median(shares):.0%} (at most {max(shares):.0%})"
     worst: dict[str, float] = {}
     for trial in found.trials:
         error = found.metric(trial, "cost_model_error_pct")
         if error is not None and abs(error) > max(_MODEL_OFF_PCT, abs(worst.get(trial.baseline, 0.0))):
             worst[trial.baseline] = error
-    yield from _told("cost_model_off", [f"{name} {error:+.0f} %" for name, error in worst.items()])
+    yield from (("cost_model_off", f"{name} {error:+.0f} %") for name, error in worst.items())
 
 
-def _what_ran(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
+def _what_ran(found: Frame, panels: Sequence[Panel]) -> Told:
     """bound: of one setting; of several it is a column. A server that stores nothing has none."""
     trials = found.trials
-    yield from _told("simulated", sorted({trial.hardware for trial in trials if trial.simulated}))
+    yield from (("simulated", name) for name in sorted({trial.hardware for trial in trials if trial.simulated}))
     if any(trial.weights == "random" for trial in trials):
-        yield Note("random_weights")
-    yield from (Note("served_by", (text,)) for text in footer(trials))
+        yield "random_weights", ""
+    yield from (("served_by", text) for text in footer(trials))
     if load := load_line(trials):
-        yield Note("load", (load,))
-    if len(panels) == 1:
-        bounds = {name: found.mean(own, "bound_hit_rate") for name, own in panels[0].trials.items()}
-        known = [f"{name} {percent(one)}" for name, one in bounds.items() if one is not None and name != REFERENCE]
-        yield from _told("bound", known)
+        yield "load", load
+    for name, own in panels[0].trials.items() if len(panels) == 1 else ():
+        if name != REFERENCE and (bound := found.mean(own, "bound_hit_rate")) is not None:
+            yield "bound", f"{name} {percent(bound)}"
 
 
-def _window(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
+def _window(found: Frame, _panels: Sequence[Panel]) -> Told:
     """What qualifies the throughput column: a note for each flag, with the trials that have it by baseline."""
     totals = Counter(trial.baseline for trial in found.trials)
     for flag in WINDOW:
         flagged = Counter(trial.baseline for trial in found.trials if flag in trial.flags)
-        each = [f"{name} {count} of {totals[name]}" for name, count in flagged.items()]
-        yield from _told(flag, ["all trials"] if flagged and flagged == totals else each)
+        if flagged and flagged == totals:
+            yield flag, "all trials"
+        else:
+            yield from ((flag, f"{name} {count} of {totals[name]}") for name, count in flagged.items())
 
 
-def _failures(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
-    lost = [job.last for job in found.jobs if job.last.status not in ("completed", "running")]
-    each = [f"{t.baseline}, seed {t.seed}, {t.status}{f': {t.error}'.rstrip('.') if t.error else ''}" for t in lost]
-    yield from _told("not_completed", each)
+def _failures(found: Frame, _panels: Sequence[Panel]) -> Told:
+    for one in (job.last for job in found.jobs if job.last.status not in ("completed", "running")):
+        why = f": {one.error}".rstrip(".") if one.error else ""
+        yield "not_completed", f"{one.baseline}, seed {one.seed}, {one.status}{why}"
 
 
-_RULES: Sequence[Callable[[Frame, Sequence[Panel]], Iterator[Note]]] = (
+_RULES: Sequence[Callable[[Frame, Sequence[Panel]], Told]] = (
     _missing, _not_comparable, _lost_most, lambda _, panels: load_changed(panels), _turns_without_reply,
     _near_saturation, _less_finished, _slower_at, _cache_not_verified, _few, _tiers, _machine, _what_ran, _window, _failures,
 )  # fmt: skip

@@ -369,7 +369,8 @@ class Database:
                 "postgresql+psycopg://user:password@host/name."
             ) from None
         self.sqlite = self.url.get_backend_name() == "sqlite"
-        self.path = _sqlite_path(self.url) if self.sqlite else None
+        file = self.url.database if self.sqlite else None
+        self.path = Path(file).absolute() if file and file != ":memory:" else None
         self._memory_lock = threading.RLock() if self.sqlite and self.path is None else None
         if self.path is not None:
             check_sqlite_file(self.path, create)
@@ -462,8 +463,9 @@ class Database:
                 return
         try:
             with FileLock(f"{self.path}.lock", timeout=SCHEMA_LOCK_TIMEOUT_S) if self.path else nullcontext():
-                if self.path is not None:
-                    self.alone("PRAGMA journal_mode=WAL")
+                if self.path is not None:  # not inside a transaction
+                    with self._sentences(), self.engine.connect() as connection:
+                        connection.connection.driver_connection.execute("PRAGMA journal_mode=WAL")  # type: ignore[union-attr]
                 with self.writing() as connection:
                     if _version(connection) is None:  # another process may have been faster
                         Base.metadata.create_all(connection)
@@ -493,20 +495,10 @@ class Database:
             )
         return version
 
-    def alone(self, statement: str) -> None:
-        """Run a statement of SQLite that must not be inside a transaction: VACUUM, or a PRAGMA."""
-        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
-            connection.connection.driver_connection.execute(statement)  # type: ignore[union-attr]
-
 
 def _version(connection: Connection) -> str | None:
     there = inspect(connection).has_table(VERSION_TABLE)
     return connection.scalar(select(version_table.c.version_num)) if there else None
-
-
-def _sqlite_path(url: URL) -> Path | None:
-    """The database's file; None where it is in memory."""
-    return Path(url.database).absolute() if url.database and url.database != ":memory:" else None
 
 
 def check_sqlite_file(path: Path, create: bool = True) -> None:

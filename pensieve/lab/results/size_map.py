@@ -1,7 +1,7 @@
 """A map of cache sizes: what the trials of its cells say, the smallest sizes that suffice, and what that is in a sentence.
 
-A map is a sweep over cache.gpu, cache.cpu and cache.disk. A cell is named by its place, the indices of its sizes;
-`commands.size` runs the cells and this reads them, so that the command, the table and the figure agree.
+A map is a panel whose cells lie along cache.gpu, cache.cpu and cache.disk. A cell is named by its place, the indices of its
+sizes; `commands.size` runs the cells and this reads them, so that the command, the table and the figure agree.
 
 Two questions are asked of a cell. Whether it *reaches* the share `knee` of what the largest sizes of the map find, paired
 by seed; the smallest cells that do are the knee. Whether it *meets* the objective: the mean over its seeds of a percentile
@@ -18,18 +18,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import MissingSeries, typed
 from pensieve.lab import metrics
 from pensieve.lab.metrics import Metric
+from pensieve.lab.results.frame import Cell, Frame
 from pensieve.lab.results.notes import load_line, plan_of
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, Trial
-from pensieve.lab.results.store import JobResult, ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import FEWEST_GROUPS, Estimate, estimate_mean, flat, has_interval
 from pensieve.lab.workload.base import byte_notes
 from pensieve.serve.books.holding import TIERS
@@ -80,7 +81,7 @@ class Question(BaseModel):
     share of history tokens that had KV; prompt: of all prompt tokens, what others said included. slo_ttft_ms: the objective
     of that percentile; None: not asked."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)  # maps of before had `modes`
+    model_config = ConfigDict(frozen=True)
 
     gpu: tuple[str, ...]
     cpu: tuple[str, ...]
@@ -95,12 +96,6 @@ class Question(BaseModel):
     reuse: tuple[tuple[tuple[float, ...], ...], ...] = ()
     """By seed, GPU and CPU size, what one pass over the requests says that LRU tiers find (lab/reuse.py): a map without
     trials. Empty: each cell is a trial."""
-
-    @field_validator("disk", mode="before")
-    @classmethod
-    def _one_disk(cls, value: object) -> object:
-        """Maps from before there were several say which one."""
-        return (value,) if isinstance(value, str) else value
 
     @property
     def kind(self) -> str:
@@ -148,31 +143,32 @@ class Question(BaseModel):
         return tuple(place), self.seeds[seed]
 
 
-class Computed(NamedTuple):
-    """A cell of a map in one pass: it has no trial, and nothing but what is found."""
-
-    found: float
-    trial: None = None
-
-    def value(self, name: str, label: str = "") -> float | None:
-        return {"miss_rate": 1.0 - self.found, "prompt_hit_rate": self.found}.get(name)
-
-
 @dataclass(frozen=True)
 class SizeMap:
-    """What is known of a map so far. cells: those with a completed trial, or computed ones, these by seed."""
+    """What is known of a map so far. cells: those with a completed trial; of a map in one pass all, without one."""
 
     question: Question
-    cells: Mapping[Place, Mapping[int, JobResult | Computed]]
+    frame: Frame
+    cells: Mapping[Place, Cell]
     failed: Mapping[Place, str] = field(default_factory=dict)
 
     # -- of one cell --------------------------------------------------------------------------------------------------
 
     def values(self, place: Place, name: str) -> dict[int, float]:
         """One of SHOWN, or any metric of a trial, by seed; trials without a value are left out."""
+        if self.question.reuse:
+            gpu, cpu, _ = place
+            shares = zip(self.question.seeds, self.question.reuse, strict=True)
+            return {seed: share[gpu][cpu] for seed, share in shares} if name == "found" else {}
         rate = _RATES[self.question.of].get(name, name)
-        known = {seed: value for seed, job in self.cells[place].items() if (value := job.value(rate)) is not None}
+        known = {seed: value for (seed, _), value in self.frame.metrics(self.cells[place], rate).items()}
         return {seed: 1.0 - value for seed, value in known.items()} if rate == "miss_rate" else known
+
+    def seeds(self, place: Place) -> list[int]:
+        """With which the cell has run, or was computed."""
+        if self.question.reuse:
+            return list(self.question.seeds)
+        return [trial.seed for trial in self.cells.get(place, ())]
 
     def estimate(self, place: Place, name: str) -> Estimate | None:
         """The mean over seeds, with its interval where enough of them have run."""
@@ -213,9 +209,7 @@ class SizeMap:
 
     def trial(self, place: Place) -> Trial:
         """Of its first seed."""
-        trial = next(iter(self.cells[place].values())).trial
-        assert trial is not None
-        return trial
+        return self.cells[place].trials[0]
 
     def an_hour(self, place: Place) -> float | None:
         """What the cell costs in the unit of the prices, all devices together; None where none is given."""
@@ -285,7 +279,7 @@ class SizeMap:
         made."""
         if self.question.reuse:
             return ONE_PASS
-        trials = [job.trial for job in self.cells.get(self.question.corner, {}).values() if job.trial is not None]
+        trials = list(self.cells.get(self.question.corner, ()))
         in_bytes = dict.fromkeys(text for trial in trials for text in byte_notes(plan_of(trial)))
         return "\n".join(filter(None, (load_line(trials), *in_bytes))) or None
 
@@ -314,7 +308,7 @@ class SizeMap:
 
     def _told(self, place: Place) -> Iterator[str]:
         """What the sentence says of sizes that it names."""
-        q, seeds = self.question, len(self.cells[place])
+        q, seeds = self.question, len(self.seeds(place))
         late = self.estimate(place, self.objective)
         if q.slo_ttft_ms is not None and late is not None:
             sure = "" if late.ci_high is None else f", 95 % interval up to {significant(late.ci_high)} ms"
@@ -332,18 +326,18 @@ class SizeMap:
         """A row a cell; `run`: whether it has, in a map that is not complete."""
         q = self.question
         for place in q.places:
-            (gpu, cpu, disk), trials = q.sizes(place), self.cells.get(place, {})
-            row: dict[str, Any] = {"cache.gpu": gpu, "cache.cpu": cpu, "cache.disk": disk or "0", "run": bool(trials)}
-            row["seeds"] = len(trials)
+            (gpu, cpu, disk), ran, cell = q.sizes(place), place in self.cells, self.cells.get(place)
+            row: dict[str, Any] = {"cache.gpu": gpu, "cache.cpu": cpu, "cache.disk": disk or "0", "run": ran}
+            row["seeds"] = len(self.seeds(place))
             for name in SHOWN:
-                found = self.estimate(place, name) if trials else None
+                found = self.estimate(place, name) if ran else None
                 row[name] = found and found.value
                 row[f"{name}_ci_low"] = found and found.ci_low
                 row[f"{name}_ci_high"] = found and found.ci_high
-            row["reaches"] = self.reaches(place) if trials else None
-            row["meets"] = self.meets(place) if trials and q.slo_ttft_ms is not None else None
-            row["cost_an_hour"] = self.an_hour(place) if trials else None
-            row["trials"] = " ".join(str(job.trial.id) for job in trials.values() if job.trial)
+            row["reaches"] = self.reaches(place) if ran else None
+            row["meets"] = self.meets(place) if ran and q.slo_ttft_ms is not None else None
+            row["cost_an_hour"] = self.an_hour(place) if ran else None
+            row["trials"] = cell.ids if cell else ""
             yield row
 
 
@@ -352,19 +346,14 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
     asked = sweep.overrides.get(SETTINGS)
     if asked is None:
         raise MissingSeries(f"Sweep {sweep.id} is no map of sizes; run `{typed('size')}`.")
-    question = Question.model_validate_json(asked)
-    trials: dict[Place, dict[int, JobResult | Computed]] = {}
-    for seed, shares in zip(question.seeds, question.reuse, strict=False):
-        for gpu, cpu in np.ndindex(len(question.gpu), len(question.cpu)):
-            trials.setdefault((gpu, cpu, 0), {})[seed] = Computed(shares[gpu][cpu])
-    failed: dict[Place, str] = {}
-    for job in store.trials_of_sweep(sweep.id):
-        place, seed = question.where(job.job)
-        if job.trial is not None:
-            trials.setdefault(place, {})[seed] = job
-        if job.last.status == "failed":
-            failed[place] = str(job.last.error)
-    return SizeMap(question, dict(sorted(trials.items())), failed)
+    q, frame = Question.model_validate_json(asked), Frame(store, sweep)
+    if q.reuse:
+        return SizeMap(q, frame, {place: Cell("", {}, ()) for place in q.places})
+    along = {"cache.gpu": q.gpu, "cache.cpu": q.cpu, "cache.disk": tuple(size or "0" for size in q.disk)}
+    every = [cell for panel in frame.panels(*along) for cell in panel.cells]
+    cells = {tuple(sizes.index(cell.at[axis]) for axis, sizes in along.items()): cell for cell in every}
+    failed = {q.where(job.job)[0]: str(job.last.error) for job in frame.jobs if job.last.status == "failed"}
+    return SizeMap(q, frame, dict(sorted(cells.items())), failed)
 
 
 def within(smaller: Place, larger: Place) -> bool:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import URL, ColumnElement, Connection, Row, Select, Table, delete, func, insert, select, update
+from sqlalchemy import URL, ColumnElement, Connection, Row, Select, Table, func, insert, select, update
 from sqlalchemy.orm import Session, aliased
 
 from pensieve.core.plan import Tier
@@ -45,8 +45,8 @@ N = TypeVar("N", "Reading", "Holding")
 DATABASE_NAME = "results.db"
 LATEST = "latest"  # beside the folders of the sweeps' figures, a link to the one that was drawn last
 ENGINE = "engine"  # `device` of readings of the cache and the queue
-TURN_BATCH = 5000
 _AGAIN = "+"  # in the key of a sweep that was begun anew, between the hash of its command and a number
+TURN_BATCH = 5000
 TURN_COLUMNS = tuple(c.name for c in turn_table.c if c.name not in ("id", "trial_id"))
 _TURN_FIELDS = ("trial_id", *TURN_COLUMNS)
 _INSERT_TURN = f"INSERT INTO turn ({', '.join(_TURN_FIELDS)}) VALUES ({', '.join('?' * len(_TURN_FIELDS))})"
@@ -171,16 +171,16 @@ class ResultsStore:
         """The sweep that was started or resumed last. Bench commands, whose trials are single cases, are not sweeps."""
         return self._one(_sweeps().limit(1))
 
-    def answering_sweeps(self) -> list[Sweep]:
-        """The sweeps that have a completed trial: those that ran to their end before interrupted ones, newest first."""
-        completed = SweepTrial.trial_id.in_(select(Trial.id).where(Trial.status == "completed"))
-        with self._session() as session:
-            newest = list(session.scalars(_sweeps().where(Sweep.id.in_(select(SweepTrial.sweep_id).where(completed)))))
-        return sorted(newest, key=lambda sweep: sweep.status not in ("completed", "failed"))
-
     def latest_sweep(self) -> Sweep | None:
-        """What `latest` means: the first of the answering sweeps."""
-        return next(iter(self.answering_sweeps()), None)
+        """What `latest` means: the newest of those that have a completed trial, or needed none (a map of sizes in one pass);
+        of those that ran to their end before interrupted ones."""
+        completed = SweepTrial.trial_id.in_(select(Trial.id).where(Trial.status == "completed"))
+        needs_none = (Sweep.status == "completed") & (Sweep.n_expected == 0)
+        answers = _sweeps().where(Sweep.id.in_(select(SweepTrial.sweep_id).where(completed)) | needs_none)
+        with self._session() as session:
+            return min(
+                session.scalars(answers), key=lambda one: one.status not in ("completed", "failed"), default=None
+            )
 
     def sweep_named(self, name: str) -> Sweep:
         """By its id, or `latest`. Raises ResultsError where there is none."""
@@ -242,24 +242,20 @@ class ResultsStore:
     # Trials
 
     def begin_trial(self, fields: Mapping[str, Any]) -> int:
-        """Record a trial as running in this process, though it may have completed before; returns its id.
-
-        fields: columns of `trial`. A trial of the same fingerprint whose process is gone becomes interrupted; one that
-        still runs raises TrialRunning with its process.
-        """
+        """As claim_trial, though it may have completed before; returns its id."""
         begun = self.claim_trial(fields, again=True)
         assert isinstance(begun, int)
         return begun
 
     def claim_trial(self, fields: Mapping[str, Any], again: bool = False) -> int | Trial:
-        """As begin_trial; or return the completed trial of this fingerprint, where there is one. Of several processes that
-        claim it at once, one gets it.
+        """Record a trial as running in this process; or return the completed one of this fingerprint. Of several processes
+        that claim it at once, one gets it.
 
-        again: also one that has completed is begun.
+        fields: columns of `trial`. again: also one that has completed is begun. A trial of the same fingerprint whose process
+        is gone becomes interrupted; one that still runs raises TrialRunning with its process.
         """
-        now, owner, fingerprint = _now(), this_process(), fields["fingerprint"]
-        own = {"started_at": now, "heartbeat_at": now, "status": "running", **asdict(owner)}
-        same = Trial.fingerprint == fingerprint
+        now, same = _now(), Trial.fingerprint == fields["fingerprint"]
+        own = {"started_at": now, "heartbeat_at": now, "status": "running", **asdict(this_process())}
         with self.database.writing() as connection:
             _interrupt_dead(connection, now, same)
             running = select(Trial.id, Trial.pid, Trial.host).where(same, Trial.status == "running")
@@ -268,12 +264,12 @@ class ResultsStore:
                     f"This trial is running already (trial {alive.id}, process {alive.pid} on {alive.host}); "
                     "it has to end first."
                 )
-            current = select(current_trial.c.id).where(current_trial.c.fingerprint == fingerprint)
-            done = None if again else connection.scalar(current)
-            if done is None:
+            done = select(current_trial.c.id).where(current_trial.c.fingerprint == fields["fingerprint"])
+            found = None if again else connection.scalar(done)
+            if found is None:
                 attempt = (connection.scalar(select(func.max(Trial.attempt)).where(same)) or 0) + 1
                 return _inserted_id(connection, Trial, {**_TRIAL_DEFAULTS, **fields, **own, "attempt": attempt})
-        return self.trial(int(done))
+        return self.trial(int(found))
 
     def heartbeat(self, trial_id: int) -> None:
         """Record that the trial is alive. Call it more often than environment.HEARTBEAT_LIMIT."""
@@ -295,7 +291,9 @@ class ResultsStore:
             for sweep in session.scalars(select(Sweep).where(Sweep.status == "running")):
                 own = select(func.max(Trial.heartbeat_at)).where(Trial.id.in_(_ran_by(sweep.id)))
                 heard = max(sweep.started_at, connection.scalar(own) or sweep.started_at)
-                if now - heard > HEARTBEAT_LIMIT and not _is_run(connection, sweep):
+                owned = _owned(connection, Trial.id.in_(_ran_by(sweep.id)))
+                alive = any(is_alive(owner, row.heartbeat_at, now) for row, owner in owned)
+                if now - heard > HEARTBEAT_LIMIT and not alive:
                     sweep.status, sweep.finished_at = "interrupted", heard
         return count
 
@@ -543,17 +541,6 @@ def _owned(connection: Connection, which: ColumnElement[bool]) -> list[tuple[Row
     return [(row, Owner(row.host, row.pid, row.process_started_at)) for row in rows]
 
 
-def _is_run(connection: Connection, sweep: Sweep) -> bool:
-    """Whether a process that ran a trial of this sweep is alive. Without a trial nobody can tell: one that was begun just now
-    is taken for running."""
-    if sweep.status != "running":
-        return False
-    now, owned = _now(), _owned(connection, Trial.id.in_(_ran_by(sweep.id)))
-    return any(is_alive(owner, row.heartbeat_at, now) for row, owner in owned) or (
-        not owned and now - sweep.started_at <= HEARTBEAT_LIMIT
-    )
-
-
 def _interrupt_dead(connection: Connection, now: datetime, which: ColumnElement[bool]) -> int:
     owned = _owned(connection, which & (Trial.status == "running"))
     dead = [(row, owner) for row, owner in owned if not is_alive(owner, row.heartbeat_at, now)]
@@ -562,14 +549,6 @@ def _interrupt_dead(connection: Connection, now: datetime, which: ColumnElement[
         ended = {"status": "interrupted", "error": error, "finished_at": row.heartbeat_at}
         connection.execute(update(Trial).where(Trial.id == row.id).values(**ended))
     return len(dead)
-
-
-def _unlink_others(connection: Connection, sweep_id: int) -> None:
-    """Leave a sweep that was begun anew the trials that it ran and completed. In the place of one that did not complete it
-    would show an older attempt, which another sweep ran."""
-    completed = select(Trial.id).where(Trial.status == "completed")
-    others = SweepTrial.reused.is_(True) | SweepTrial.trial_id.not_in(completed)
-    connection.execute(delete(SweepTrial).where(SweepTrial.sweep_id == sweep_id, others))
 
 
 def _inserted_id(connection: Connection, mapped: type[Sweep] | type[Trial], values: Mapping[str, Any]) -> int:

@@ -19,13 +19,11 @@ from pensieve.lab.results.frame import (
     OURS,
     PAPERS,
     REFERENCE,
-    START,
     Frame,
     Panel,
     conversation_ends,
     conversation_means,
     found_more,
-    gap_closed,
     paired,
     speed_up,
     values_of,
@@ -228,8 +226,7 @@ class SweepRow:
 
     ttft_last_ms: of each conversation's own last turn, the geometric mean over seeds, repeats and conversations. The ratio of
     two baselines' last turns is so the quotient of their numbers, where both measured the same conversations.
-    beside_ours: its TTFT over Pensieve's at the last turn that both measured, paired by seed and conversation. gap_closed:
-    where eviction policies were compared, see frame.gap_closed.
+    beside_ours: its TTFT over Pensieve's at the last turn that both measured, paired by seed and conversation.
     """
 
     group: Mapping[str, str]
@@ -238,7 +235,6 @@ class SweepRow:
     metrics: Mapping[str, float | None]
     ttft_last_ms: float | None
     beside_ours: Estimate | None
-    gap_closed: Estimate | None
     outputs: OutputCheck | None
 
 
@@ -308,12 +304,10 @@ class SweepTable:
 def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
     found = Frame(store, sweep_id, *NOTE_COLUMNS, *GAP_COLUMNS)
-    panels = found.groups()
+    panels = found.panels()
     made = findings(found, panels)
     rows = [_row(found, panel, name, made) for panel in panels for name in panel.trials]
     told = [*notes(found, panels), *_notes_on_outputs(rows)]
-    if any(row.gap_closed is not None for row in rows):
-        told.append(Note("gap_closed"))
     return SweepTable(found.sweep, rows, headline(found, made), made, told)
 
 
@@ -333,19 +327,8 @@ def _row(found: Frame, panel: Panel, baseline: str, made: Sequence[Finding]) -> 
         metrics=means,
         ttft_last_ms=_geometric_mean(ttft.groupby(level=CONVERSATION).last()),
         beside_ours=next(beside, None),
-        gap_closed=_gap_closed(found, panel, baseline),
         outputs=outputs,
     )
-
-
-def _gap_closed(found: Frame, panel: Panel, baseline: str) -> Estimate | None:
-    """None for START itself, and where its trials are not in the sweep."""
-    if panel.group.get("eviction", START) == START:
-        return None
-    at = {**panel.group, "eviction": START}
-    start = next((other.trials.get(baseline, ()) for other in found.groups() if other.group == at), ())
-    bounds = found.by_seed(start, "bound_hit_rate")
-    return gap_closed(found.turns(panel.trials[baseline]), found.turns(start), bounds) if bounds else None
 
 
 def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial], ours: Sequence[Trial]) -> OutputCheck:
@@ -421,18 +404,13 @@ _BOUND = "bound\n%"
 
 
 def _ratio(row: SweepRow) -> str:
-    if row.beside_ours is None:
-        return _OWN if row.baseline == OURS else NONE
-    return _with_interval(row.beside_ours, 1.0, 2 if (row.beside_ours.ci_high or 0.0) < 10 else 1, "–")
-
-
-def _with_interval(found: Estimate | None, scale: float, digits: int, between: str) -> str:
+    found = row.beside_ours
     if found is None:
-        return NONE
-    low, high = found.ci_low, found.ci_high
-    if low is None or high is None:
-        return f"{scale * found.value:.{digits}f}, n = {found.independent}"
-    return f"{scale * found.value:.{digits}f} ({scale * low:.{digits}f}{between}{scale * high:.{digits}f})"
+        return _OWN if row.baseline == OURS else NONE
+    if found.ci_low is None or found.ci_high is None:
+        return f"{found.value:.2f}, n = {found.independent}"
+    digits = 2 if found.ci_high < 10 else 1
+    return f"{found.value:.{digits}f} ({found.ci_low:.{digits}f}–{found.ci_high:.{digits}f})"
 
 
 def _digits(name: str) -> Callable[[SweepRow], str]:
@@ -457,7 +435,6 @@ _COLUMNS: Mapping[str, Callable[[SweepRow], str]] = {
     "disk\nhit %": lambda row: percent(row.metrics["disk_hit_rate"] or None),
     "miss\n%": _percent("miss_rate"),
     _BOUND: _percent("bound_hit_rate"),
-    f"{START} to bound,\nclosed %": lambda row: _with_interval(row.gap_closed, 100.0, 0, " to "),
     "\noutputs": lambda row: _outputs(row.outputs),
 }
 """Head -> what a row has there."""

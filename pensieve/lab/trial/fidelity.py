@@ -230,7 +230,7 @@ def compare(found: Frame) -> list[Compared]:
     """Each place of the sweep's other axes; none where no trial goes by a profile. A place that lacks one of the two has no
     errors, and so is not within the limits."""
     compared, both = [], False
-    for group in found.groups(_AXIS):
+    for group in found.panels(_AXIS):
         for baseline, trials in group.trials.items():
             for seed in sorted({trial.seed for trial in trials}):
                 own = [trial for trial in trials if trial.seed == seed]

@@ -42,7 +42,7 @@ from pensieve.lab.results.environment import Owner, git_commit, host, this_proce
 from pensieve.lab.results.frame import Cell, Panel, footer, mixtures
 from pensieve.lab.results.identity import sweep_key
 from pensieve.lab.results.mlflow_runs import URL_ENV, copy_sweep, copy_trial, log_drawn, remote_url
-from pensieve.lab.results.notes import MOSTLY, load_changed
+from pensieve.lab.results.notes import MOSTLY, load_changed, noted
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import sweep_table
@@ -477,7 +477,8 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
     )
     told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
     told += [f"One of the {why.what}: do not compare its times, and {why.remedy}." for why in mixtures([trial])]
-    first = [note.text for note in load_changed([Panel({}, [Cell(trial.baseline, {}, [trial])])])]
+    cut = noted(load_changed([Panel({}, [Cell(trial.baseline, {}, [trial])])]))
+    first = [note.text for note in cut]
     waited, ttft = (one.value if (one := metrics.get((f"{what}_ms_p50", ""))) else None for what in ("queue", "ttft"))
     if waited and ttft and waited > MOSTLY * ttft:  # its times are of the queue, and grow with the length of the run
         first.append(
