@@ -175,7 +175,7 @@ def choose(module: Any, asked: ModelAsked, device: torch.device, backends: Seque
     for name in backends:
         try:
             backend = load_backend(name, device, dtype, spec.head_dim, asked.chunk_tokens)
-            forward, forward_note, check = _forward(module, asked, device, dtype, backend)
+            forward, forward_note, check = _forward(module, asked, device, backend)
             break
         except (EngineMissing, UnsupportedModel) as error:
             if name == backends[-1]:
@@ -210,14 +210,14 @@ def attention_here(
 
 
 def _forward(
-    module: Any, asked: ModelAsked, device: torch.device, dtype: torch.dtype, backend: AttentionBackend
+    module: Any, asked: ModelAsked, device: torch.device, backend: AttentionBackend
 ) -> tuple[Forward, str, SelfCheck]:
     """The forward that serves, why it is not the fused one, and its check. Raises UnsupportedModel if none passes."""
     # Those of a CPU take blocks of any size: small ones check more in less time.
     chunk = 4 if backend.name in ON_CPU else asked.chunk_tokens
 
     def check(forward: Forward) -> SelfCheck:
-        return check_against_eager(module, forward, asked.spec, device, dtype, backend, chunk)
+        return check_against_eager(module, forward, asked.spec, device, backend, chunk)
 
     plain = TransformersForward(module)
     built = build_fused(module, memory_bytes=asked.memory_bytes) if asked.fused else ""

@@ -48,7 +48,6 @@ def check_against_eager(
     forward: Forward,
     spec: ModelSpec,
     device: torch.device,
-    dtype: torch.dtype,
     backend: AttentionBackend = REFERENCE,
     chunk: int = 4,
 ) -> SelfCheck:
@@ -67,6 +66,7 @@ def check_against_eager(
     ends = [length - tokens for tokens in (10, 6, 3, 1) if length - tokens > cut]
     cuts = ((0, length), (0, cut, *ends, length))
     try:
+        dtype = getattr(torch, spec.dtype)
         tensors = KvTensors(spec, chunk, 16, 0, device, dtype)
         paged = partial(_pieces, forward, backend, tensors)
         judge = _float32 if dtype == torch.float32 else partial(_sixteen_bits, spec.layers)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pensieve.core.plan import Moved, Row, Sample
+from pensieve.device.graphs import buckets_up_to
 from pensieve.device.transfers import cuda_link
 from pensieve.device.worker import TorchOptions
 from pensieve.errors import HardwareMissing
@@ -90,6 +91,30 @@ def test_models_are_captured_and_wait_for_nothing(device, name, fused):
     device.assert_clean()
     wrong = [token for at, token in enumerate(known[40:42]) if token != plain_token(known[: 40 + at], name)]
     assert not wrong
+    hand.close()
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_every_batch_size_is_replayed_and_padding_writes_to_a_block_of_its_own(device, name):
+    """Conversations of different lengths join and leave again: every bucket, with and without padding."""
+    blocks, sizes = 60, [1, 2, 3, 5, 8, 9, 12, 7, 4, 1]
+    hand = Hand(tiny(name), TorchOptions(max_batch_requests=12), blocks)
+    assert hand.settings["graph_buckets"] == list(buckets_up_to(12)) == [1, 2, 4, 8, 12]
+    pool, known = hand.worker.tensors.gpu, {}
+    assert len(pool[0]) == blocks + 1, "the last one is nobody's"
+    for slot in range(12):
+        known[slot] = hand.prompt(slot, 3 + 5 * (slot % 5), first_block=3 + 4 * slot)
+    before = device.replays
+    for size in sizes:
+        slots = range(12 - size, 12)
+        result = hand.step(*(hand.decode(len(known[slot]) - 1, slot) for slot in slots))
+        for slot in slots:
+            assert result.tokens[slot] == plain_token(known[slot], name), (size, slot)
+            known[slot].append(result.tokens[slot])
+    assert device.replays == before + len(sizes), "nothing was left to the eager forward"
+    written = {int(block) for block in pool.cpu().flatten(2).any(-1).any(0).nonzero()}
+    assert blocks in written and max(written - {blocks}) < 3 + 4 * 12
     hand.close()
 
 

@@ -1,4 +1,4 @@
-"""What a worker's start costs the second time in a process, and what cache.gpu=auto reserves beside the blocks."""
+"""What cache.gpu=auto reserves beside the blocks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,13 @@ import pytest
 from pensieve.core.plan import Row, Sample
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
-from pensieve.device.transfers.pinned import kept
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.errors import HardwareMissing
 from pensieve.serve.systems.base import WallClock
 from tests.worker.torch.driver import tiny_spec
 
 from .conftest import needs_triton
-from .serving import CHUNK, Hand, tiny
-
-
-def test_kept_pinned_memory_holds_nothing_of_the_worker_before(device, monkeypatch):
-    """Blocks that one conversation left in the CPU tier are zero for the next worker, which swaps out and in as ever."""
-    monkeypatch.setattr(kept, "keeps", lambda: True)
-    hand = Hand(tiny(), TorchOptions(max_batch_requests=2))
-    address = hand.worker.tensors.cpu.data_ptr()
-    hand.worker.tensors.cpu.fill_(7)
-    hand.close()
-    del hand
-    again = Hand(tiny(), TorchOptions(max_batch_requests=2))
-    assert again.worker.tensors.cpu.data_ptr() == address
-    assert not again.worker.tensors.cpu.any()
-    assert again.worker.tensors.cpu.is_pinned()
-    again.prompt()
-    again.close()
-    kept.clear()
-
-
-# -- cache.gpu=auto -------------------------------------------------------------------------------------------------------
+from .serving import CHUNK
 
 
 @pytest.mark.parametrize("graphs", [pytest.param(True, marks=needs_triton), False], ids=["graphs", "eager"])

@@ -30,7 +30,8 @@ def build_fused(module: Any, pack: bool | None = None, memory_bytes: int | None 
     """The fused forward of a loaded transformers model, or in a few words why it has none.
 
     pack: copy the weights into oneDNN's layout and do in C what is faster there; by default where that is possible and
-    leaves room in memory_bytes, of which packable tells. The module's joined parameters become views.
+    leaves room in memory_bytes, of which packable tells. The module's joined parameters become views. Raises EngineMissing
+    where it is asked for and no compiler is here.
     """
     builder = _BUILDERS.get(module.config.model_type)
     if builder is None:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from pensieve.device.attention import Iteration, attend
 from pensieve.device.fused.few_rows import FEW_ROWS
-from pensieve.device.fused.linear import LEAST_ROWS
 from pensieve.device.kernels.base import Scores
 
 
@@ -42,21 +41,15 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward under way. tokens: rows that are real, the rest is padding. cos, sin: [rows, 1, head_dim] or None."""
+    """One forward under way. cos, sin: [rows, 1, head_dim] or None."""
 
     iteration: Iteration
-    tokens: int
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
 
     def attend(self, how: Attention, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[rows, heads * head_dim] for queries [rows, heads, head_dim]; padding gets zeros and touches no pool."""
-        rows, real = len(queries), self.tokens
-        if rows != real:
-            queries, keys, values = queries[:real], keys[:real], values[:real]
-        result = attend(self.iteration, how.layer, queries, keys, values, how.scores)
-        result = result.reshape(real, -1)
-        return F.pad(result, (0, 0, 0, rows - real)) if rows != real else result
+        """[rows, heads * head_dim] for queries [rows, heads, head_dim]."""
+        return attend(self.iteration, how.layer, queries, keys, values, how.scores).reshape(len(queries), -1)
 
 
 class Layer(Protocol):
@@ -70,8 +63,7 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FusedModel:
-    """A Forward of few, large operations. begin: token ids and positions [rows] to hidden states, cos and sin. few_rows: see
-    Linear.
+    """A Forward of few, large operations. begin: token ids and positions [rows] to hidden states, cos and sin.
 
     With packed weights a decoded row's bits are the same alone and in every batch of up to 4 rows, which are
     multiplied in C; and the same in larger batches, which are packed, however many of their rows are sampled (tested with
@@ -82,38 +74,22 @@ class FusedModel:
     layers: Sequence[Layer]
     finish: Callable[[torch.Tensor], torch.Tensor]
     packed: bool
-    few_rows: str | None
 
     @property
     def name(self) -> str:
-        return "fused" + ", packed weights" * self.packed + ", few rows in C" * (self.few_rows is not None)
+        return "fused, packed weights, few rows in C" if self.packed else "fused"
 
     def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
-        batch = iteration.batch
-        ids, positions, tokens, outputs = batch.token_ids, batch.positions, len(batch.token_ids), len(wanted)
-        if least := self._least_rows(tokens, outputs):
-            ids, positions, wanted = (_padded(x, least) for x in (ids, positions, wanted))
-        hidden, cos, sin = self.begin(ids, positions)
-        step = Step(iteration, tokens, cos, sin)
+        tokens, outputs = len(iteration.batch.token_ids), len(wanted)
+        if self.packed and tokens > FEW_ROWS and outputs:  # few sampled rows of many are products of packed weights too
+            wanted = F.pad(wanted, (0, max(0, FEW_ROWS + 1 - outputs)))
+        hidden, cos, sin = self.begin(iteration.batch.token_ids, iteration.batch.positions)
+        step = Step(iteration, cos, sin)
         # Where not all rows are sampled, the last layer's output projection and MLP are for those alone.
-        some = wanted if len(wanted) < len(ids) else None
+        some = wanted if len(wanted) < tokens else None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, step, some if index == last else None)
         if some is None and outputs != tokens:
             hidden = hidden[wanted]
         return self.finish(hidden)[:outputs]
-
-    def _least_rows(self, tokens: int, outputs: int) -> int:
-        """What a batch and its sampled rows are padded to; 0: they are not."""
-        if not self.packed:
-            return 0
-        if self.few_rows is None:
-            return LEAST_ROWS
-        most = FEW_ROWS[getattr(torch, str(self.few_rows))]
-        return most + 1 if tokens > most and outputs else 0
-
-
-def _padded(indices: torch.Tensor, least: int) -> torch.Tensor:
-    """At least so many entries: zeros are a token, a position and a row that always exist."""
-    return F.pad(indices, (0, least - len(indices))) if len(indices) < least else indices

@@ -8,31 +8,44 @@ from pathlib import Path
 
 import torch
 
-from pensieve.compiler import load_library
+from pensieve.compiler import Library, load_library
+from pensieve.errors import EngineMissing
 
-FEW_ROWS = {torch.float32: 4, torch.bfloat16: 4}
-"""Up to so many rows are multiplied in C, by the type of the weights; more are a product with the packed weights, which
-takes about as long from 5 rows on, since C reads the weights once for 4."""
+FEW_ROWS = 4
+"""Up to so many rows are multiplied in C; more are a product with the packed weights, which takes about as long from 5 rows
+on, since C reads the weights once for 4."""
+TYPES = (torch.float32, torch.bfloat16)
+"""Of weights that C multiplies."""
 
 _SOURCE = Path(__file__).with_name("few_rows.c")
+
+
+def _products(dtype: torch.dtype) -> Library:
+    return load_library(_SOURCE, (f"WEIGHT_{str(dtype).removeprefix('torch.').upper()}",))
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Can C multiply weights of this type here, in as many threads as torch has? Not without a compiler."""
+    try:
+        return dtype in TYPES and (_products(dtype).threads or torch.get_num_threads() == 1)
+    except EngineMissing:
+        return False
 
 
 class FewRows:
     """x [rows, in] times weights [out, in] of the same type. Sums are float32. A row's result depends on no other row."""
 
     def __init__(self, weights: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """The tensors are kept, not copied. parallel: can it use torch's threads? Raises EngineMissing without a compiler."""
+        """The tensors are kept, not copied. Raises EngineMissing without a compiler."""
         assert weights.is_contiguous() and weights.device.type == "cpu"
         assert bias is None or (bias.dtype, len(bias)) == (weights.dtype, len(weights))
         self._weights, self._type = weights, weights.dtype
-        self.most_rows = FEW_ROWS[weights.dtype]
         self._bias = None if bias is None else bias.float().contiguous()
-        kind = str(weights.dtype).removeprefix("torch.").upper()
-        library = load_library(_SOURCE, (f"WEIGHT_{kind}",))
+        library = _products(weights.dtype)
         self._function = library.functions.linear_few
         self._function.restype = None
         self._function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
-        self.parallel = library.threads
+        self._parallel = library.threads
         self._out, self._in = weights.shape
         self._pointers = [weights.data_ptr(), None if self._bias is None else self._bias.data_ptr()]
 
@@ -41,7 +54,7 @@ class FewRows:
         x = x.float().contiguous()
         rows = len(x)
         y = torch.empty(rows, self._out, dtype=torch.float32)
-        threads = torch.get_num_threads() if self.parallel else 1
+        threads = torch.get_num_threads() if self._parallel else 1
         self._function(x.data_ptr(), *self._pointers, y.data_ptr(), rows, self._in, self._out, threads)
         return y.to(self._type)
 
@@ -51,12 +64,12 @@ _PARALLEL_NUMBERS = 65536  # fewer are done before threads have been woken
 
 
 class RowKernels:
-    """parallel: can it use torch's threads? Raises EngineMissing without a C compiler."""
+    """What C does to each row by itself. Raises EngineMissing without a C compiler."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """dtype: float32, bfloat16 or float16, of everything but a norm's weight, which is float32."""
+        """dtype: float32 or bfloat16, of everything but a norm's weight, which is float32."""
         library = load_library(_ROW_KERNELS, (str(dtype).removeprefix("torch.").upper(),))
-        self.parallel, self._dtype = library.threads, dtype
+        self._parallel, self._dtype = library.threads, dtype
         self._norm, self._rotate, self._gate = (
             getattr(library.functions, name) for name in ("rms_norm", "rotate", "gate")
         )
@@ -95,4 +108,4 @@ class RowKernels:
         return y
 
     def _threads(self, x: torch.Tensor) -> int:
-        return torch.get_num_threads() if self.parallel and x.numel() >= _PARALLEL_NUMBERS else 1
+        return torch.get_num_threads() if self._parallel and x.numel() >= _PARALLEL_NUMBERS else 1

@@ -101,7 +101,7 @@ def _model(tokens: Any, places: Any, layers: list[LearnedLayer], norm: Any, head
     def finish(hidden: torch.Tensor) -> torch.Tensor:
         return head(_normed(norm, hidden))
 
-    return FusedModel(begin, layers, finish, pack, head.few_rows)
+    return FusedModel(begin, layers, finish, pack)
 
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from pensieve.device.fused.decoder import ACTIVATIONS, Attention, FusedModel, St
 from pensieve.device.fused.few_rows import RowKernels
 from pensieve.device.fused.linear import Linear
 from pensieve.device.kernels.base import Scores
-from pensieve.errors import EngineMissing
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
 
-    kernels = _kernels(module) if pack else None
+    kernels = RowKernels(module.dtype) if pack else None
 
     def norm(rms: Any) -> Norm:
         if gemma:  # kept as what is added to 1, of which 16 bits would leave little
@@ -156,7 +155,7 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
         return logits if final_softcap is None else torch.tanh(logits / final_softcap) * final_softcap
 
     layers = [layer(index, block) for index, block in enumerate(body.layers)]
-    return FusedModel(begin, layers, finish, pack, head.few_rows)
+    return FusedModel(begin, layers, finish, pack)
 
 
 class _Remembered:
@@ -177,15 +176,3 @@ class _Remembered:
             self._known = max(furthest + 1, min(2 * (furthest + 1), self._context))
             self._cos, self._sin = (x.contiguous() for x in self._angles(torch.arange(self._known)))
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
-
-def _kernels(module: Any) -> RowKernels | None:
-    """Where all weights are of one type, a compiler is there, and what it made uses all of torch's threads."""
-    dtypes = {weight.dtype for weight in module.parameters()}
-    if len(dtypes) > 1:
-        return None
-    try:
-        kernels = RowKernels(*dtypes)
-    except EngineMissing:
-        return None
-    return kernels if kernels.parallel or torch.get_num_threads() == 1 else None

@@ -14,14 +14,13 @@ from pensieve.compiler import find_compiler, load_library
 from pensieve.core.plan import Row, Sample
 from pensieve.device.attention import Iteration
 from pensieve.device.batch import BlockTables, build_batch
-from pensieve.device.fused import build_fused, linear, rotary
-from pensieve.device.fused.decoder import FusedModel
+from pensieve.device.fused import build_fused, few_rows
 from pensieve.device.fused.few_rows import FEW_ROWS, FewRows, RowKernels
 from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.errors import EngineMissing
 
-from .driver import ARCHITECTURES, PROCESSORS, logits_of, plain_logits, random_tokens
+from .driver import ARCHITECTURES, PROCESSORS
 
 try:
     find_compiler()
@@ -41,7 +40,7 @@ def _noise(*shape, seed=0):
 def test_a_product_is_that_of_its_weights(dtype, inside, outside, with_bias):
     whole, bias = _noise(outside, inside, seed=101).to(dtype), _noise(outside, seed=103).to(dtype) * with_bias
     product = FewRows(whole, bias if with_bias else None)
-    for rows in range(1, FEW_ROWS[dtype] + 2):
+    for rows in range(1, FEW_ROWS + 2):
         x = _noise(rows, inside, seed=rows).to(dtype)
         expected, got = x.double() @ whole.double().t() + bias.double(), product(x)
         rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0  # once, of the result
@@ -148,8 +147,7 @@ def test_a_decoded_row_is_the_same_alone_and_among_others(name, model_of):
     whether few or all of their rows are sampled."""
     model = model_of(name)
     forward = build_fused(copy.deepcopy(model.module), pack=True)
-    assert isinstance(forward, FusedModel) and forward.few_rows == "float32"
-    few, most = FEW_ROWS[torch.float32], 12
+    few, most = FEW_ROWS, 12
     pool = KvTensors(model.spec, CHUNK, 3 * most, 0, model.device, model.dtype)
     pool.gpu.normal_(generator=torch.Generator().manual_seed(0))
     alone = torch.cat([_decode(forward, model, pool, [slot]) for slot in range(few)])
@@ -163,53 +161,23 @@ def test_a_decoded_row_is_the_same_alone_and_among_others(name, model_of):
     torch.testing.assert_close(packed[:few], alone, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("threads", "runtime", "served"), [(1, False, "float32"), (2, False, None), (1, True, None)])
-def test_c_serves_where_a_compiler_is_and_all_threads_can_use_it(threads, runtime, served, model_of, monkeypatch):
-    """Without OpenMP's runtime one thread alone; without a compiler packed products serve."""
+@pytest.mark.parametrize(("threads", "compiles", "packed"), [(1, True, True), (2, True, False), (1, False, False)])
+def test_weights_are_packed_where_a_compiler_is_and_all_threads_can_use_it(
+    threads, compiles, packed, model_of, monkeypatch
+):
+    """Without OpenMP's runtime C serves one thread alone."""
 
     def missing(*given):
         raise EngineMissing("no compiler")
 
-    model, before = model_of("llama"), torch.get_num_threads()
-    if runtime:
-        monkeypatch.setattr(linear, "FewRows", missing)
-        monkeypatch.setattr(rotary, "RowKernels", missing)
-    else:
-        monkeypatch.setattr(compiler, "openmp_runtime", lambda: None)
+    module, before = copy.deepcopy(model_of("llama").module), torch.get_num_threads()
+    monkeypatch.setattr(compiler, "openmp_runtime", lambda: None)
+    if not compiles:
+        monkeypatch.setattr(few_rows, "load_library", missing)
     load_library.cache_clear()
     try:
         torch.set_num_threads(threads)
-        forward = build_fused(copy.deepcopy(model.module), pack=True)
+        assert build_fused(module, memory_bytes=2**40).packed is packed
     finally:
         torch.set_num_threads(before)
         load_library.cache_clear()
-    assert isinstance(forward, FusedModel) and forward.few_rows == served
-    layer = forward.layers[0]
-    assert (layer.kernels is None) == (layer.before_mlp.kernels is None) == (served is None)
-    tokens = random_tokens(11, 3).tolist()
-    logits = logits_of(forward, model, tokens, [0, 10])
-    assert float((logits - plain_logits(model, tokens)[[0, 10]]).abs().max()) <= 1e-4
-
-
-def test_angles_are_remembered_as_the_model_makes_them(model_of):
-    made = []
-
-    def angles(positions):
-        made.append(len(positions))
-        cos, sin = model_of("llama").module.model.rotary_emb(torch.zeros(1), positions[None])
-        return cos[0, :, None], sin[0, :, None]
-
-    remembered = rotary._Remembered(angles, 1500)
-    for positions, tables in (
-        ([3], [8]),
-        ([7, 0, 2], []),
-        ([500], [1002]),
-        ([1001, 1], []),
-        ([1002], [1500]),
-        ([1500], [1501]),
-    ):
-        at = torch.tensor(positions)
-        got, new = remembered(at), list(made)
-        assert new == tables, "twice what is asked for, the model's context, and what lies beyond it"
-        assert all(torch.equal(one, other) for one, other in zip(got, angles(at), strict=True))
-        made.clear()

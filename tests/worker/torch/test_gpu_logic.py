@@ -7,17 +7,10 @@ import torch
 
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.transfer import Transfer
-from pensieve.device.worker import TorchOptions
 from pensieve.plugins.device.thread_link import ThreadLink
-from tests.gpu.conversations import REQUESTS, TURNS, check_paths, converse
 from tests.gpu.shuttle import shuttle
 
 from .driver import tiny_spec
-
-
-def test_conversations(llama):
-    options = TorchOptions(depth=2, max_batch_requests=REQUESTS)
-    check_paths(converse(llama, "hybrid", options, ThreadLink(5e7), turns=TURNS), "hybrid")
 
 
 class Hasty(ThreadLink):

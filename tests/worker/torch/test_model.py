@@ -131,28 +131,22 @@ def test_weights_that_are_not_there_are_told_in_a_sentence(llama, tmp_path):
             _load(spec, weights)
 
 
-@pytest.mark.parametrize(
-    ("failure", "words"),
-    [("OfflineModeIsEnabled", "HF_HUB_OFFLINE is set"), ("ConnectionError", "the hub cannot be reached")],
-)
-def test_no_network_is_one_sentence_at_once(failure, words, monkeypatch, tmp_path, capfd):
+def test_no_network_is_one_sentence_at_once(monkeypatch, capfd):
     import huggingface_hub
-    from huggingface_hub import errors
 
     asked = []
 
     def unreachable(self, hub_id, **kwargs):
         asked.append(hub_id)
-        raise getattr(errors, failure, ConnectionError)("down")
+        raise ConnectionError("down")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     monkeypatch.setattr("pensieve.hub._answers", {})
     capfd.readouterr()
-    with pytest.raises(WeightsMissing, match=rf"{words}.*model\.weights=random") as caught:
+    with pytest.raises(WeightsMissing, match=r"the hub cannot be reached.*model\.weights=random") as caught:
         _load(tiny_spec("llama"), "hub", "nobody/nothing")
     assert asked == ["nobody/nothing"], "asked once, and not again"
-    assert "\n" not in str(caught.value)
-    assert capfd.readouterr() == ("", "")
+    assert "\n" not in str(caught.value) and capfd.readouterr() == ("", "")
 
 
 def test_a_device_that_is_not_there():

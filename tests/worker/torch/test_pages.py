@@ -11,11 +11,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pensieve.device import kv_tensors
 from pensieve.device.asked import ModelAsked
-from pensieve.device.fused.linear import return_file_pages
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.errors import HardwareMissing
@@ -70,23 +69,6 @@ def test_weights_that_were_laid_out_anew_do_not_stay_in_memory_as_they_were(name
     assert plain_logits(model, [5, 6, 7]).equal(plain_logits(saved, [5, 6, 7]))
     stored = load_file(file)
     assert all(weight.equal(stored[path]) for path, weight in weights.items())
-
-
-def test_only_pages_of_a_file_are_returned_and_read_again_from_it(tmp_path):
-    file = tmp_path / "weights.safetensors"
-    written = torch.arange(2**18, dtype=torch.float32)
-    save_file({"a": written, "b": written + 1}, file)
-    stored = load_file(file)
-    first, other = stored["a"], stored["b"]
-    assert first.sum() == written.sum() and other.sum() == written.sum() + 2**18
-    assert mapped(file)[1] >= first.nbytes + other.nbytes
-    own = written.clone()
-    assert return_file_pages([own, own[::2], torch.ones(3)]) == 0
-    assert own.equal(written), "memory that belongs to no file keeps what it holds"
-    returned = return_file_pages([first])
-    assert first.nbytes - 2 * mmap.PAGESIZE <= returned <= first.nbytes
-    assert mapped(file)[1] <= other.nbytes + 2 * READ_AROUND
-    assert first.equal(written) and other.equal(written + 1)
 
 
 def resident(tensor):

@@ -48,7 +48,7 @@ def _model(name, dtype=BF16):
 def test_a_right_model_is_about_as_far_from_float32_as_its_own_attention(name, dtype, fused):
     spec, module, forward = _model(name, dtype)
     forward = forward if fused else TransformersForward(module)
-    check = check_against_eager(module, forward, spec, CPU, dtype, ReferenceBackend(), CHUNK)
+    check = check_against_eager(module, forward, spec, CPU, ReferenceBackend(), CHUNK)
     assert check.against == "float32"
     assert 0 < check.difference < 1.25 * check.limit / MULTIPLE, "the limit is not met by luck"
 
@@ -133,7 +133,7 @@ def test_what_is_wrong_fails_in_16_bits_too(name, plan):
     backend = ReferenceBackend() if plan is None else _Backend(plan)
     words = r"fails its self-check: .* of the same weights in float32 by" + " nan" * (plan is _NaN)
     with pytest.raises(UnsupportedModel, match=words):
-        check_against_eager(module, forward if plan else misplaced, spec, CPU, BF16, backend, CHUNK)
+        check_against_eager(module, forward if plan else misplaced, spec, CPU, backend, CHUNK)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
@@ -144,9 +144,9 @@ def test_a_product_that_is_wrong_for_so_many_rows_fails(rows):
     def wrong(iteration, wanted):
         return forward(iteration, wanted) * (1.01 if len(wanted) == rows else 1)
 
-    assert check_against_eager(module, forward, spec, CPU, torch.float32).against == "eager"
+    assert check_against_eager(module, forward, spec, CPU).against == "eager"
     with pytest.raises(UnsupportedModel, match="fails its self-check"):
-        check_against_eager(module, wrong, spec, CPU, torch.float32)
+        check_against_eager(module, wrong, spec, CPU)
 
 
 def test_a_layer_that_attends_twice_is_told(monkeypatch):
