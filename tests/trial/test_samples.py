@@ -90,16 +90,20 @@ def test_readings_are_stored_while_the_trial_runs(store, monkeypatch, caplog):
     assert "no longer sampled: lost" in caplog.text, "which costs the samples only"
 
 
-def test_a_simulated_device_is_not_sampled(store):
+def test_what_cannot_be_read_or_stored_costs_the_samples_alone(store, monkeypatch, caplog):
     assert meter_of(SIMULATED) is None
     with Sampler(store, 1, None, WallClock()) as sampler:
         pass
     assert set(values(device_metrics(sampler, 0.0, 1.0, 1.0)).values()) == {None}
     assert store.samples_of(1) == []
 
+    def full(*_):
+        raise ResultsError("the disk is full")
 
-class NvmlError(Exception):
-    pass
+    monkeypatch.setattr(type(store), "add_samples", full)
+    with Sampler(store, 1, gauges_of(Gauged(VirtualClock())), VirtualClock()):
+        pass
+    assert "not kept: the disk is full" in caplog.text
 
 
 def test_the_processes_of_a_divided_model_are_metered_with_their_trial():
@@ -117,11 +121,15 @@ def test_the_processes_of_a_divided_model_are_metered_with_their_trial():
             child.kill()
 
 
-def fake_nvml(**changed):
+class NvmlError(Exception):
+    pass
+
+
+def fake_nvml():
     def refuses(*_):
         raise NvmlError("Not Supported")
 
-    answers = {
+    return SimpleNamespace(**{
         "NVMLError": NvmlError,
         "nvmlInit": lambda: None, "nvmlShutdown": lambda: None,
         "nvmlDeviceGetHandleByUUID": lambda identity: identity,
@@ -129,8 +137,7 @@ def fake_nvml(**changed):
         "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=5_000),
         "nvmlDeviceGetPowerUsage": lambda _: 312_500,
         "nvmlDeviceGetTotalEnergyConsumption": refuses,
-    }  # fmt: skip
-    return SimpleNamespace(**{**answers, **changed})
+    })  # fmt: skip
 
 
 def test_an_nvidia_device_through_nvml(monkeypatch):
@@ -207,17 +214,7 @@ def test_a_trial_of_any_length_has_a_bounded_number_of_readings(store, steps):
     assert times[-1] >= 100_000 - 2 * max(gaps)
 
 
-def test_a_full_disk_costs_the_samples_alone(store, monkeypatch, caplog):
-    def full(*_):
-        raise ResultsError("the disk is full")
-
-    monkeypatch.setattr(type(store), "add_samples", full)
-    with Sampler(store, 1, gauges_of(Gauged(VirtualClock())), VirtualClock()):
-        pass
-    assert "not kept: the disk is full" in caplog.text
-
-
-@pytest.mark.parametrize("baseline", ["pensieve", "stateless", "prefix_cache", "llama_slots"])
+@pytest.mark.parametrize("baseline", ["pensieve", "prefix_cache", "llama_slots"])
 def test_a_trial_shows_what_it_held(tracking, baseline):
     outcome = run(tracking, f"baseline={baseline}", "workload.pressure=2")
     trial = tracking.store.trial(outcome.trial_id)
