@@ -69,6 +69,8 @@ def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy],
         expected = brute_force(policy, sessions, now)
         found = next(index.victims(now), None)
         assert (found and (found[0].number, found[1])) == expected
+        told = index.first(now)
+        assert (told and (told[0].number, told[1])) == expected, "also where some session waits"
         if action > 0.9:
             for victim, victim_chunk in index.victims(now):
                 assert (victim.number, victim_chunk) == brute_force(policy, sessions, now)
