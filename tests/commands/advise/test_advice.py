@@ -87,7 +87,7 @@ def test_the_replay_is_the_recorded_engine_token_for_token_and_a_timestamp_is_wo
     tmp_path, monkeypatch, stamp
 ):
     path = written(tmp_path, traffic(stamp))
-    found = advised(path, "model=tiny", monkeypatch=monkeypatch)
+    found = advised(path, "model=tiny", "prices.cpu_gib_hour=1000", monkeypatch=monkeypatch)
     assert found.largest_difference == 0 and found.engine_found == pytest.approx(found.base.rate)
     page = page_of(found)
     assert "largest difference of a request 0 tokens" in page["notes"][0]
@@ -95,6 +95,10 @@ def test_the_replay_is_the_recorded_engine_token_for_token_and_a_timestamp_is_wo
     move = [one for one in found.outcomes if one.option.moved == 2 * SIZE]
     assert bool(named) == bool(move) == (stamp is not None)
     assert all(one.more.value > 0 for one in move)
+    for one, line in zip(found.outcomes, page["replays"][1:], strict=True):
+        hour = 1000 * one.option.added.get("cpu", 0) / 2**30  # a disk has no price here
+        priced = set(one.option.added) == {"cpu"}
+        assert line["price"].endswith(f", {hour:.3g} an hour") == priced == ("an hour" in line["price"])
     html = render(page)
     assert page["answer"].split(".")[0] in html and all(line["cause"] in html for line in page["causes"])
 

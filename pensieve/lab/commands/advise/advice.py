@@ -29,6 +29,7 @@ from pensieve.lab.commands.advise.replays import (
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
 from pensieve.lab.compose.settings import check, check_node, resolved
+from pensieve.lab.results.prices import Prices
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Facts
 from pensieve.serve.books.books import PositionPrices
@@ -55,6 +56,7 @@ class Settings(BaseModel):
     machine: Literal["given", "recorded"] = "given"
     replay_s: float = Field(4.0, gt=0)
     to: str | None = None
+    prices: Prices = Prices()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from pensieve.lab.commands.advise.advice import COMMON_EDGE, Advice, Outcome
 from pensieve.lab.commands.advise.causes import CAUSES, Split
+from pensieve.lab.results.prices import Prices
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table, grid
-from pensieve.units import NONE, duration, format_bytes, percent, significant, three_digits
+from pensieve.units import GIB, NONE, duration, format_bytes, percent, significant, three_digits
 
 UNKNOWN = "unknown"
 
@@ -147,13 +148,13 @@ def _points(more: Estimate) -> str:
 
 
 def _line(advice: Advice, one: Outcome | None) -> dict[str, str]:
-    """One replay: what it found, its times, and the memory that it adds."""
+    """One replay: what it found, its times, and the price of what it adds."""
     found = advice.base if one is None else one.replayed
-    more = faster = takes = NONE
+    more = faster = price = NONE
     if one is not None:
         ends = "" if one.faster.ci_low is None else f" [{one.faster.ci_low:.2f}, {one.faster.ci_high:.2f}]"
         more, faster = _points(one.more), f"{one.faster.value:.2f}×{ends}"
-        takes = " + ".join(f"{format_bytes(count)} {tier}" for tier, count in one.option.added.items()) or "no memory"
+        price = _price(one, advice.settings.prices)
     return {
         "": "as it was" if one is None else one.option.name,
         "found, %": percent(found.rate),
@@ -161,5 +162,14 @@ def _line(advice: Advice, one: Outcome | None) -> dict[str, str]:
         "TTFT p50, ms": three_digits(found.ttft(0.5)),
         "p90": three_digits(found.ttft(0.9)),
         "mean TTFT lower": faster,
-        "takes": takes,
+        "price": price,
     }
+
+
+def _price(one: Outcome, prices: Prices) -> str:
+    """The memory that a change takes, and what an hour of it costs where each tier has a price."""
+    added = one.option.added
+    memory = " + ".join(f"{format_bytes(count)} {tier}" for tier, count in added.items()) or "no memory"
+    hourly = {"cpu": prices.cpu_gib_hour, "disk": prices.disk_gib_hour}
+    costs = [price * added[tier] / GIB for tier, price in hourly.items() if tier in added and price is not None]
+    return f"{memory}, {sum(costs):.3g} an hour" if costs and len(costs) == len(added) else memory
