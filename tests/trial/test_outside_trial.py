@@ -6,7 +6,7 @@ from pensieve.errors import EngineMissing, UnsupportedModel
 from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.results.export import baseline_report
-from pensieve.lab.results.store import JobResult
+from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.tokens import compare_tokens
 from tests.composed import SHORT, checked
 from tests.trial.running import run
@@ -85,7 +85,9 @@ def test_what_crosses_a_network_is_in_the_rows_the_metrics_and_the_export_and_si
     for way in ("sent_bytes", "received_bytes"):
         assert metrics[way] == sum(getattr(turn, way) for turn in rows) > 50 * 2 * 50 * 1e5
         assert metrics[f"{way}_per_token"] == pytest.approx(metrics[way] / 100)
-    report = baseline_report(store, [JobResult(0, False, trial, trial)])
+    sweep = store.open_sweep("key", "x", None, None, {}, 1, "host", None)
+    store.link(sweep, trial.id, 0, reused=True)
+    report = baseline_report(Frame(store, sweep), [trial])
     assert report["simulated"] and report["network"] == trial.engine["network"]
     assert [run["sent_bytes"] for run in report["runs"]] == [turn.sent_bytes for turn in rows]
     for one in report["runs"]:
