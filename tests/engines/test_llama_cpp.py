@@ -6,18 +6,16 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
 from pensieve.core.request import Free, Request
-from pensieve.errors import EngineFailed, UnsupportedModel, WorkerError
+from pensieve.errors import UnsupportedModel, WorkerError
 from pensieve.plugins.engines.llama_cpp import LlamaCpp
-from pensieve.plugins.engines.weights import gguf_file, model_folder, plain_module, refuse_family, write_gguf
+from pensieve.plugins.engines.weights import gguf_file, model_folder, plain_module, refuse_family
 from tests.engines.small import ARCHITECTURES, ask, begun, greedy, prompt, served, setup_of
 
 gguf = pytest.importorskip("gguf")
@@ -76,17 +74,6 @@ def test_a_prompt_beyond_its_slot_is_refused_and_an_output_beyond_it_fails(strea
     assert "256 tokens" in str(turns[0].error)
 
 
-def test_slots_are_few_enough_for_the_longest_conversation() -> None:
-    def slots(**fields: Any) -> tuple[int, int]:
-        engine = LlamaCpp(setup_of(**fields))
-        return engine._fields["n_parallel"], engine._fields["n_ctx"]
-
-    assert slots(kv_tokens=4096, longest_tokens=200) == (4, 4096)
-    assert slots(kv_tokens=4096, longest_tokens=1500) == (2, 4096)
-    assert slots(kv_tokens=1024, longest_tokens=2000) == (1, 1024)
-    assert slots(kv_tokens=2304, longest_tokens=800) == (2, 2048), "rounded down, never above the budget"
-
-
 def test_a_conversation_pushed_out_of_its_slot_comes_back_from_host_memory() -> None:
     found = {}
     for host in (0, 50_000):
@@ -136,32 +123,7 @@ def test_a_server_that_is_killed_fails_the_trial_with_its_log() -> None:
         system.poll(None)
 
 
-@pytest.mark.parametrize(("device", "said"), [("cpu", r"broken\.gguf"), ("cuda:1", r"no GPU 1 \(it finds none\)")])
-def test_a_start_that_fails_says_what_llama_cpp_said(
-    device: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF but not really")
-    monkeypatch.setattr("pensieve.plugins.engines.llama_cpp.gguf_file", lambda *_: broken)
-    with pytest.raises(EngineFailed, match=said):
-        opened(setup={"device": device})
-
-
 # -- weights ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2"])
-def test_every_weight_is_there_once(family: str, tmp_path: Path) -> None:
-    module, file = plain_module(setup_of(family)), tmp_path / "model.gguf"
-    write_gguf(module, family, file, "f32")
-    reader = gguf.GGUFReader(file)
-    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
-    tied = ARCHITECTURES[family].get("tie_word_embeddings", True)
-    assert sum(values.size for values in tensors.values()) == sum(p.numel() for p in module.parameters())
-    assert ("output.weight" in tensors) is not tied
-    total = sum(float(np.abs(values.astype("float64")).sum()) for values in tensors.values())
-    assert total == pytest.approx(sum(float(p.double().abs().sum()) for p in module.parameters()))
-    assert len(reader.fields["tokenizer.ggml.tokens"].data) == ARCHITECTURES[family]["vocab_size"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pensieve.core.request import Length, Request
-from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut, RequestFailed
+from pensieve.errors import CapacityError, MemoryRanOut, RequestFailed
 from pensieve.plugins.engines.base import EngineSetup
 from pensieve.plugins.engines.process import resident_bytes
 from pensieve.plugins.engines.ray_agents import RayKeepalive, RayServerless, Replica
@@ -103,12 +103,6 @@ def test_a_process_is_told_its_share_and_closing_ends_requests_that_ray_never_an
     assert found == [True]
     assert ray.given[1:3] == (setup.longest_tokens + setup.block_tokens, (2**31 + 1) // sharing)
     assert ray.options["num_gpus"] == (0.01 if device.startswith("cuda") else 0.0)
-
-
-def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineMissing, match=r"pensieve-lab\[ray\]"):
-        RayKeepalive(setup_of()).check()
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.errors import ConfigError, EngineMissing, MemoryRanOut
+from pensieve.errors import MemoryRanOut
 from pensieve.lab.compose.build import build_simulated, build_workload
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import plan_trial
@@ -125,12 +125,3 @@ def test_requests_wait_their_turn_and_can_be_cancelled():
     found = of(asked("partially_aware", *DECODE, "workload.timeout_s=0.5")[0], "throughput")
     assert {turn.status for turn in found} == {"timeout"}
     assert all(0 < turn.output_tokens < TOKENS and turn.latency_ms == pytest.approx(500, abs=25) for turn in found)
-
-
-def test_what_it_needs_is_asked_for_in_a_sentence():
-    with pytest.raises(ConfigError, match=r"hardware\.network_gbps has no value"):
-        asked("semantic_blind", *DECODE, "hardware.network_gbps=null")
-    with pytest.raises(ConfigError, match=r"hardware\.router=single"):
-        asked("semantic_blind", *DECODE, "hardware.router=affinity", "hardware.replicas=2")
-    with pytest.raises(EngineMissing, match="is simulated"):
-        plan_trial(checked("baseline=native_pytorch"))

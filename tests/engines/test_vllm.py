@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.errors import EngineFailed, EngineMissing, UnsupportedModel
+from pensieve.errors import EngineMissing, UnsupportedModel
 from pensieve.plugins.engines.openai_http import OpenAIHttp
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.vllm import ENVIRONMENT_ENV, Vllm, VllmHttp, reported
@@ -39,12 +39,6 @@ def test_the_environment_is_the_one_that_is_named_and_what_cannot_run_is_refused
     monkeypatch.setenv(ENVIRONMENT_ENV, str(tmp_path))
     with pytest.raises(EngineMissing, match=r"make vllm-env.*PENSIEVE_VLLM_ENV"):
         Vllm(setup_of("wide_llama")).check()
-
-
-@pytest.mark.parametrize("kind", [Vllm, VllmHttp])
-def test_a_start_that_fails_shows_its_log(kind: type[Any], environment: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineFailed, match="no such model"):
-        OutsideSystem(kind(setup_of("wide_llama", weights=str(tmp_path)))).start()
 
 
 def test_the_budget_is_in_blocks_beside_the_one_that_vllm_keeps() -> None:

@@ -1,7 +1,13 @@
+"""Trials that are told apart, chosen by words, and compared."""
+
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from pensieve.errors import MissingSeries, MixedPanel
+from pensieve.errors import MissingSeries, MixedPanel, ResultsError
 from pensieve.lab.results.compare_trials import _row, compare_trials, select_trials
+from pensieve.lab.results.frame import differences, listed_values, mixtures, swept_axes
 from pensieve.lab.results.store import ResultsStore
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
@@ -55,9 +61,11 @@ def test_latencies_are_paired_by_conversation_and_a_throughput_by_trial_whose_in
     assert (rate.ci_low, rate.verdict) == (None, "n = 3, no interval")
 
 
-def test_what_figures_refuse_is_not_compared():
+def test_what_figures_refuse_is_not_compared_nor_are_other_seeds():
     store, what = ResultsStore(MEMORY), "simulated and real"
     fill(store)
+    with pytest.raises(MissingSeries, match="same seeds"):
+        contrasts(store, "baseline=pensieve,seed=0", "baseline=stateless,seed=1")
     for trial in select_trials(store, "baseline=stateless"):
         store.set_trial(trial.id, simulated=True)
     with pytest.raises(MixedPanel, match=what):
@@ -80,13 +88,6 @@ def test_no_trial_takes_anothers_place():
         compare_trials(store, *sides, allow_mixed=True)
     rows, _ = contrasts(store, "baseline=pensieve", "baseline=stateless,code_hash=d")
     assert rows["", "ttft_ms_mean", ""].verdict == "B is better"
-
-
-def test_seeds_in_common_are_needed():
-    store = ResultsStore(MEMORY)
-    fill(store)
-    with pytest.raises(MissingSeries, match="same seeds"):
-        contrasts(store, "baseline=pensieve,seed=0", "baseline=stateless,seed=1")
 
 
 def test_unequal_achieved_rates_are_said_unless_the_load_waits():
@@ -114,3 +115,91 @@ def test_an_interval_that_holds_one_shows_no_difference():
     a, b = {(0, str(i)): ms for i, ms in enumerate((9.8, 10.3) * 6)}, {(0, str(i)): 10.0 for i in range(12)}
     row = _row("", "ttft_ms_mean", "", "ms", a, b, "conversations")
     assert 0.9 < row.ci_low < 1 < row.ci_high < 1.1 and row.verdict == "no difference shown"
+
+
+def trial(number: int, forward: str | None, baseline: str = "pensieve", **config: Any) -> Any:
+    """What is compared of one; as many as differ in nothing else are repeats of each other."""
+    return SimpleNamespace(
+        id=number, simulated=False, contended=False, flags={}, weights="random", code_hash="c", baseline=baseline,
+        config={"cache": {"gpu": "512 tokens"}, "seed": number, "trial": {"retries": number}, **config},
+        engine={} if forward is None else {"forward": forward}, environment={},
+    )  # fmt: skip
+
+
+def test_one_baseline_and_setting_have_one_forward() -> None:
+    one = trial(1, "fused, packed weights")
+    [found] = mixtures([one, trial(2, "fused")])
+    assert "different forwards (fused; fused, packed weights)" in found.what and "hardware.cpu_memory" in found.remedy
+    for other in (
+        trial(2, "fused, packed weights"), trial(2, "fused", baseline="native_pytorch"),
+        trial(2, "fused", cache={"gpu": "64 tokens"}), trial(2, None),
+    ):  # fmt: skip
+        assert mixtures([one, other]) == []
+
+
+def test_trials_that_use_other_files_are_of_one_version_where_their_common_files_are_alike() -> None:
+    def of(number: int, code: dict[str, str] | None, **config: Any) -> Any:
+        one = trial(number, None, **config)
+        one.code_hash, one.environment = str(number), {} if code is None else {"code": code}
+        return one
+
+    ours = of(1, {"engine.py": "a", "cache/two_tier.py": "b"})
+    assert mixtures([ours, of(2, {"engine.py": "a", "cache/stateless.py": "c"})]) == []
+    for other in (of(2, {"engine.py": "x", "cache/stateless.py": "c"}), of(2, None)):
+        [found] = mixtures([ours, other])
+        assert "different versions of the code" in found.what
+
+
+def test_an_axis_is_a_list_and_in_older_databases_a_text() -> None:
+    given = {
+        "one": "'2 GB'", "+lists": ["[1,2]", "[3]"], "chosen": "choice(1,3)", "names": "lru,fifo", "alone": ["x"],
+        "hydra.verbose": "1,2",
+    }  # fmt: skip
+    assert swept_axes(given) == ["lists", "chosen", "names"]
+    assert [listed_values(given[name]) for name in ("one", "+lists", "chosen", "names")] == [
+        [], ["[1,2]", "[3]"], [], ["lru", "fifo"],
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def store():
+    made = ResultsStore(MEMORY)
+    sweep = open_sweep(made)
+    job = 0
+    for seed in (0, 1):
+        for baseline in ("pensieve", "stateless"):
+            config = {"seed": seed, "baseline": {"name": baseline}, "workload": {"name": "chat", "users": 3 + seed}}
+            add_trial(made, sweep, job, baseline, conversation_turns([10.0]), seed=seed, config=config)
+            job += 1
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "trials"),
+    [
+        ("1", 4),
+        ("latest", 4),
+        ("sweep=latest,seed=1", 2),
+        ("baseline=pensieve, workload.users=4", 1),
+        ("simulated=false", 4),
+    ],
+)
+def test_a_sweep_and_conditions_that_all_hold(store, words, trials):
+    assert len(select_trials(store, words)) == trials
+
+
+def test_what_varies_leaves_seeds_out(store):
+    assert differences(select_trials(store, "1")) == {"baseline.name", "workload.users"}
+    assert differences(select_trials(store, "seed=0")) == {"baseline.name"}
+    assert differences([trial(n, None, repeat=n, experiment_name=str(n)) for n in (1, 2)]) == set()
+
+
+def test_a_number_is_found_however_it_is_typed():
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store)
+    config = {"seed": 0, "hardware": {"flops": 312e12}, "workload": {"think_time_s": 2.0}}
+    add_trial(store, sweep, 0, "pensieve", conversation_turns([10.0]), config=config)
+    for words in ("hardware.flops=3.12e+14", "hardware.flops=312e12", "workload.think_time_s=2.0"):
+        assert len(select_trials(store, words)) == 1
+    with pytest.raises(ResultsError, match=r"workload\.think_time_s is 2\.$"):
+        select_trials(store, "workload.think_time_s=2.5")

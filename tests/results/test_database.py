@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import event, inspect, text
+from sqlalchemy.exc import IntegrityError
 
 from pensieve.errors import ResultsError
+from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Database
 from pensieve.lab.results.store import ResultsStore, open_store
-from tests.results.trials import conversation_turns, trial_fields
+from tests.results.trials import MEMORY, conversation_turns, trial_fields
 
 FORK = multiprocessing.get_context("fork")
 
@@ -46,21 +48,14 @@ def filled(path: Path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["no database", "cut off", "overwritten header", "one byte"])
-def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "results.db"
     sound = filled(path)
-    bad = {
-        "no database": b"these are my notes\n" * 100,
-        "cut off": sound[: len(sound) // 2],
-        "overwritten header": b"\xff" * 64 + sound[64:],
-        "one byte": b"x",
-    }[damage]
-    path.write_bytes(bad)
-    with pytest.raises(ResultsError, match=r"results\.db is damaged.*move it away") as raised:
-        open_store(tmp_path)
-    assert path.read_bytes() == bad
-    assert "\n" not in str(raised.value)
+    for bad in (b"these are my notes\n" * 100, sound[: len(sound) // 2], b"\xff" * 64 + sound[64:], b"x"):
+        path.write_bytes(bad)
+        with pytest.raises(ResultsError, match=r"results\.db is damaged.*move it away"):
+            open_store(tmp_path)
+        assert path.read_bytes() == bad
 
 
 def test_someone_elses_database_and_another_version_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
@@ -81,18 +76,6 @@ def test_someone_elses_database_and_another_version_are_refused_and_left_as_they
         with pytest.raises(ResultsError, match=said):
             open_store(outputs)
         assert path.read_bytes() == before
-
-
-def test_folders_that_are_not_there_and_readers_that_make_no_database(tmp_path: Path) -> None:
-    with pytest.raises(ResultsError, match=r"folder .*nowhere.* does not exist"):
-        ResultsStore(f"sqlite:///{tmp_path}/nowhere/results.db")
-    for outputs in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ResultsError, match=r"no results .*runners/run\.py"):
-            open_store(outputs, create=False)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(ResultsError, match=r"cannot be made .*PENSIEVE_OUTPUTS"):
-        open_store(tmp_path / "file" / "outputs")
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["new", "existing"])
@@ -160,32 +143,6 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert store.turns_of(trial) == []
 
 
-@pytest.mark.slow
-def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
-    """Trials of 13 turns, of which none is lost."""
-    failures, processes, trials = FORK.SimpleQueue(), 16, 12
-
-    def work(number: int) -> None:
-        try:
-            store = open_store(tmp_path / "outputs")
-            for index in range(trials):
-                trial = store.begin_trial(trial_fields(f"{number}/{index}"))
-                store.add_turns(trial, conversation_turns([1.0] * 4))
-                store.finish_trial(trial, "completed")
-        except BaseException as error:
-            failures.put(f"{type(error).__name__}: {error}")
-
-    started = [FORK.Process(target=work, args=(number,)) for number in range(processes)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
-    assert failures.empty(), failures.get()
-    with open_store(tmp_path / "outputs").database.reading() as connection:
-        assert connection.scalar(text("SELECT count(*) FROM current_trial")) == processes * trials
-        assert connection.scalar(text("SELECT count(*) FROM turn")) == processes * trials * 13
-
-
 def test_urls_that_cannot_work_say_so_without_the_password() -> None:
     with pytest.raises(ResultsError, match="URL cannot be read"):
         Database("not a url")
@@ -193,3 +150,66 @@ def test_urls_that_cannot_work_say_so_without_the_password() -> None:
         Database("nosuchdb+driver://me:secret@host/db")
     assert "driver" in str(raised.value)
     assert "secret" not in str(raised.value)
+
+
+CONTRACT = {
+    "sweep": "id key name experiment command overrides n_expected status host git_commit mlflow_run_id started_at "
+    "finished_at",
+    "sweep_trial": "sweep_id trial_id job reused",
+    "trial": "id fingerprint config_hash code_hash platform attempt experiment model baseline eviction scheduler cache "
+    "workload hardware seed repeat weights model_revision dtype device device_count simulated contended gpu_tokens "
+    "cpu_tokens gpu_bytes cpu_bytes kv_bytes_per_token working_set_tokens measure_start_s measure_end_s status error "
+    "traceback host pid process_started_at heartbeat_at started_at finished_at git_commit mlflow_run_id config "
+    "environment engine flags",
+    "metric": "trial_id name label value unit n n_unit ci_low ci_high limit_value",
+    "turn": "id trial_id ordinal session turn iteration label phase stream status finish_reason error intended_s sent_s "
+    "arrived_s admitted_s first_token_s finished_s queue_ms ttft_ms latency_ms compute_ms transfer_ms prompt_tokens "
+    "output_tokens history_tokens gpu_hit_tokens cpu_hit_tokens recomputed_tokens shared_hit_tokens new_tokens "
+    "resumed_swapped_tokens resumed_recomputed_tokens cpu_recomputed_tokens h2d_bytes d2h_bytes sent_bytes "
+    "received_bytes output_sha256 disk_hit_tokens",
+    "sample": "trial_id at_s device name value unit",
+    "miss": "trial_id turn_id cause evicted_by tokens ms",
+    "holding": "trial_id session tier gib_s saved_s idle_gib_s",
+    "artifact": "trial_id kind path sha256",
+    "claim": "sweep_id name claimed measured ci_low ci_high n verdict trial_ids",
+    VERSION_TABLE: "version_num",
+}
+
+
+@pytest.fixture
+def store() -> ResultsStore:
+    return ResultsStore(MEMORY)
+
+
+def test_tables_and_columns_are_the_contract(store: ResultsStore) -> None:
+    with store.database.reading() as connection:
+        inspector = inspect(connection)
+        found = {t: " ".join(c["name"] for c in inspector.get_columns(t)) for t in inspector.get_table_names()}
+        view = " ".join(c["name"] for c in inspector.get_columns("current_trial"))
+    assert found == CONTRACT
+    assert view == CONTRACT["trial"]
+
+
+def test_primary_key_of_metric_and_default_label(store: ResultsStore) -> None:
+    trial = store.begin_trial(trial_fields())
+    with store.database.writing() as connection:
+        connection.execute(
+            text(f"INSERT INTO metric (trial_id, name, value, unit) VALUES ({trial}, 'power_w', 1, 'W')")
+        )
+    assert [(m.name, m.label, m.value) for m in store.metrics_of(trial)] == [("power_w", "", 1.0)]
+    with pytest.raises(IntegrityError):
+        store.add_metrics(trial, [MetricValue("power_w", 2.0)])
+
+
+@pytest.mark.parametrize(
+    ("status", "attempt"), [("completed", 1), ("running", 2)], ids=["same attempt twice", "two running"]
+)
+def test_uniqueness_of_trials(store: ResultsStore, status: str, attempt: int) -> None:
+    trial = store.begin_trial(trial_fields())
+    columns = [c for c in CONTRACT["trial"].split() if c not in ("id", "status", "attempt")]
+    copied = ", ".join(columns)
+    statement = text(f"INSERT INTO trial ({copied}, status, attempt) SELECT {copied}, :s, :a FROM trial WHERE id = :id")
+    with pytest.raises(IntegrityError), store.database.writing() as connection:
+        connection.execute(statement, {"s": status, "a": attempt, "id": trial})
+    with store.database.writing() as connection:  # what the constraints allow
+        connection.execute(statement, {"s": "completed", "a": 2, "id": trial})

@@ -5,8 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pensieve import cli
-from pensieve.errors import MissingSeries, ResultsError
-from pensieve.lab.results.export import baseline_report, export_sweep, show_trial
+from pensieve.lab.results.export import baseline_report, export_sweep
 from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.store import TURN_COLUMNS, open_store
 from tests.results.trials import add_trial, conversation_turns, open_sweep, turn
@@ -40,8 +39,6 @@ def test_a_report_has_the_fields_and_the_numbers(tmp_path):
     trial = add_trial(store, sweep, 0, "pensieve", turns, {"gpu_util_pct": 55.0})
     report = baseline_report(Frame(store, sweep), [store.trial(trial)])
     assert list(report) == [*FIELDS, "notes", "simulated", "network"]
-    assert list(report["notes"]) == ["memory_bw_gbps", "device_to_host_mb", "compute_ms", "received_bytes"]
-    assert "never estimated" in report["notes"]["memory_bw_gbps"]
     assert [list(run) for run in report["runs"]] == [RUN_FIELDS] * 3
     assert [run["run_id"] for run in report["runs"]] == [f"{trial}/a/1", f"{trial}/b/1", f"{trial}/a/2"]
     assert report["runs"][0] == {
@@ -71,19 +68,6 @@ def test_all_turns_are_in_the_parquet_file_as_in_the_csv(tmp_path):
     assert {(row["h2d_bytes"], row["sent_bytes"]) for row in rows} == {("", "")}, "nobody counted"
     assert set(table.column("h2d_bytes").to_pylist()) == {None}
     assert [float(row["ttft_ms"]) for row in rows] == table["ttft_ms"].to_pylist()
-
-
-def test_what_cannot_be_written_or_shown_says_so(tmp_path):
-    store = open_store(tmp_path)
-    sweep = open_sweep(store)
-    with pytest.raises(MissingSeries, match="No trial of sweep 1 is completed"):
-        export_sweep(store, sweep, tmp_path / "export")
-    add_trial(store, sweep, 0, "pensieve", conversation_turns([5.0]))
-    (tmp_path / "file").touch()
-    with pytest.raises(ResultsError, match="another folder with --to"):
-        export_sweep(store, sweep, tmp_path / "file" / "export")
-    with pytest.raises(ResultsError, match="no trial 99"):
-        list(show_trial(store, 99))
 
 
 def test_a_killed_sweep_is_listed_as_interrupted(tmp_path, monkeypatch, capsys):

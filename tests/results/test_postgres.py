@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import inspect, text
 
-from pensieve.errors import ResultsError
 from pensieve.lab.results.store import Reading, ResultsStore, open_store
 from tests.composed import SHORT, composed
-from tests.results.test_database import in_another_process
-from tests.results.test_schema import CONTRACT
+from tests.results.test_database import CONTRACT, in_another_process
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
 PASSWORD = "a-secret-word"
@@ -130,13 +128,3 @@ def test_tracking_postgres_and_no_password_in_any_record(url, tmp_path, monkeypa
             assert PASSWORD not in str(connection.execute(text(f"SELECT * FROM {table}")).all()), table
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or PASSWORD.encode() not in file.read_bytes(), file
-
-
-def test_a_server_that_is_not_there_is_a_sentence_without_the_password(server):
-    with pytest.raises(ResultsError) as raised:
-        ResultsStore(f"postgresql+psycopg://pensieve:{PASSWORD}@127.0.0.1:1/x")
-    assert PASSWORD not in str(raised.value)
-    assert "\n" not in str(raised.value)
-    with pytest.raises(ResultsError) as wrong:
-        ResultsStore(f"postgresql+psycopg://pensieve:another-word@{server}/postgres")
-    assert "another-word" not in str(wrong.value)

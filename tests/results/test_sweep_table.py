@@ -92,8 +92,6 @@ def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
     add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST), tokens=tmp_path)
     add_trial(store, sweep, 1, "gpu_only", other, tokens=tmp_path)
     add_trial(store, sweep, 2, "stateless", conversation_turns(SLOW), tokens=tmp_path)
-    narrow = sweep_table(store, sweep).text(100)
-    assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 100
     table = sweep_table(store, sweep)
     rows = {row.baseline: row.outputs for row in table.rows}
     same, different = rows["pensieve"], rows["gpu_only"]
@@ -149,12 +147,3 @@ def test_what_served_is_a_sentence_a_way_with_the_check_that_was_nearest_to_its_
     pairs = [[trial for trial in trials if trial.baseline == name] for name in ("pensieve", "stateless")]
     assert {first, second} <= set(compare_trials(store, *pairs).notes)
     assert first.replace(" (pensieve)", "") in shown(store, next(one.id for one in pairs[0] if one.seed == 1))
-
-
-@pytest.mark.parametrize("queue_ms", [7_890_000.0, 10.0])
-def test_overload_stands_above_one_trials_numbers(queue_ms: float) -> None:
-    store = ResultsStore(MEMORY)
-    metrics = {"queue_ms_p50": queue_ms, "ttft_ms_p50": 7_899_844.0}
-    trial = add_trial(store, open_sweep(store), 0, "pensieve", conversation_turns([40.0]), metrics)
-    said = "Near saturation: 7,890,000 of 7,899,844 ms of TTFT (p50) is queueing"
-    assert shown(store, trial).startswith(said) is (queue_ms > 10.0)

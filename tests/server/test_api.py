@@ -1,9 +1,10 @@
-"""create_server, as the README shows it."""
+"""create_server, as the README shows it; streams, futures and cancellation."""
 
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -12,8 +13,10 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from pensieve import create_server
 from pensieve.core.request import Free, Sampling
-from pensieve.errors import CapacityError, ConfigError, ContextLengthError, EngineMissing, RequestRefused
+from pensieve.errors import CapacityError, ConfigError, ContextLengthError, RequestFailed, RequestRefused
 from pensieve.lab.compose.conf import read_option
+from pensieve.serve.server.api import Stream
+from tests.server.live import PATIENCE_S, Hold, held, until
 
 
 def server(mode="pensieve", **fields):
@@ -80,12 +83,9 @@ SIMULATED = {"device": "sim_h100", "gpu_cache": "1024 tokens", "cpu_cache": "204
             ({"prompt_ids": [1], name: "x"}, name)  # which values make no sense: tests/test_request.py
             for name in ("temperature", "top_p", "top_k", "seed", "max_new_tokens")
         ),
-        ({"prompt_ids": [1], "session_id": 7}, "session_id"),
         ({"prompt_ids": [1], "session_id": "a "}, "session_id"),
         ({"prompt_ids": [1], "stop": ""}, "stop string is empty"),
-        ({"text": b"bytes"}, "text"),
         ({"text": "\ud800"}, "text"),
-        ({}, "either"),
         ({"prompt_ids": [1], "text": "a"}, "either"),
     ],
 )
@@ -198,12 +198,112 @@ def test_a_folder_speaks_with_its_own_tokenizer_whatever_its_weights(tmp_path, w
         assert s.get_statistics()["engine"]["tokenizer"] == tmp_path.name
 
 
-def test_what_cannot_serve_callers_is_refused_by_its_name():
-    for fields, error, says in (
-        ({"mode": "vllm"}, EngineMissing, "^baseline=vllm is an outside engine, and only ours answer"),
-        ({"mode": "penseive"}, ConfigError, "There is no baseline 'penseive'; did you mean pensieve"),
-        ({"gpu_cache": "4Gx"}, ConfigError, r"^cache\.gpu='4Gx' has no known unit"),
-        ({"eviction": "oracle_hint"}, ConfigError, "live traffic has none"),
-    ):
-        with pytest.raises(error, match=says):
-            create_server(**{**SIMULATED, **fields})
+def test_a_policy_that_reads_the_future_serves_nobody():
+    with pytest.raises(ConfigError, match="live traffic has none"):
+        create_server(**SIMULATED, eviction="oracle_hint")
+
+
+REAL = {"device": "cpu", "weights": "random", "gpu_cache": "1024 tokens", "cpu_cache": "1024 tokens"}
+
+
+@pytest.fixture(scope="module")
+def real():
+    with create_server(**REAL) as s:
+        yield s
+
+
+def test_a_stop_string_is_not_streamed_and_is_no_part_of_the_conversation(real):
+    whole = real.generate("a", text="Tell me", max_new_tokens=24, ignore_eos=True)
+    stop = next(c for c in whole.text[1:] if c.isprintable() and c != "\ufffd")
+    stream = real.stream("b", text="Tell me", max_new_tokens=24, stop=stop)
+    text = "".join(stream)
+    assert text == stream.result().text == whole.text[: whole.text.index(stop)]
+    told = real.generate("b", text=" more", max_new_tokens=1).turn
+    assert told.prompt_tokens == len(b"Tell me" + text.encode() + b" more")
+    assert told.recomputed_tokens == 0, "what is encoded in another way than it was said is new"
+
+
+def test_futures_are_served_together_and_in_the_order_of_a_conversation(real):
+    with held(real):
+        steps = real.get_statistics()["steps"]
+        futures = [real.submit(f"f{i}", text="Hello", max_new_tokens=8, ignore_eos=True) for i in range(4)]
+        second = real.submit("f0", text=" again", max_new_tokens=2, ignore_eos=True)
+    wait([*futures, second])
+    assert second.result().turn.prompt_tokens == 5 + 8 + 6
+    assert len({tuple(f.result().token_ids) for f in futures}) == 1
+    assert real.get_statistics()["steps"] - steps < 4 * 8
+
+
+def test_errors_come_out_of_futures_and_streams(simulated):
+    with pytest.raises(CapacityError):
+        simulated.wait(simulated.submit("never", prompt_ids=[1] * 1500, max_new_tokens=4))
+    with pytest.raises(CapacityError):
+        list(simulated.stream("never", prompt_ids=[1] * 1500, max_new_tokens=4))
+    with pytest.raises(ConfigError, match="vocabulary"):
+        simulated.stream("never", prompt_ids=[10**6])
+    assert simulated.conversations.find("", "never") is None, "what never began leaves nothing"
+
+
+@pytest.fixture
+def early(monkeypatch):
+    """The engine is held up when the stream has some of its tokens, so that what comes then comes before its end."""
+    hold, on_event = Hold(events=40), Stream.on_event
+
+    def told(stream, event):
+        on_event(stream, event)
+        hold(event)
+
+    monkeypatch.setattr(Stream, "on_event", told)
+    yield hold
+    hold.release()
+
+
+def test_cancelling_keeps_what_was_generated_and_frees_the_rest(real, early):
+    stream = real.stream("long", text="Hello", max_new_tokens=900, ignore_eos=True)
+    first = next(iter(stream))
+    assert early.reached.wait(PATIENCE_S)
+    waiting = real.submit("long", text="later", max_new_tokens=900)
+    assert real.cancel("long") == 2
+    early.release()
+    result = stream.result()
+    assert result.turn.status == "cancelled"
+    assert 40 <= len(result.token_ids) < 900
+    assert result.text.startswith(first)
+    assert real.wait(waiting).token_ids == []
+    with held(real):
+        at_once = real.stream("at once", text="Hello", max_new_tokens=900)
+        at_once.cancel()
+    assert not any(at_once) and at_once.result().turn.status == "cancelled"
+    after = real.generate("long", text=" on", max_new_tokens=2, ignore_eos=True).turn
+    assert after.prompt_tokens == 5 + len(result.token_ids) + 3
+    assert real.cancel("long") == 0
+    real.system.engine.cache.check()
+
+
+def test_closing_ends_streams_and_futures(early):
+    real = create_server(**REAL)
+    running = real.stream("a", text="Hello", max_new_tokens=900, ignore_eos=True)
+    next(iter(running))
+    assert early.reached.wait(PATIENCE_S)
+    waiting = real.submit("a", text="Hello", max_new_tokens=900)
+    closing = threading.Thread(target=real.close)
+    closing.start()
+    assert until(lambda: not real.system._inbox.empty()), "the engine is told to end"
+    early.release()
+    with pytest.raises(RequestFailed, match="closed"):
+        running.result()
+    with pytest.raises(RequestFailed, match="closed"):
+        waiting.result(timeout=PATIENCE_S)
+    closing.join(PATIENCE_S)
+    assert real.under_way == 0
+
+
+def test_a_listener_that_fails_harms_nobody_else(real):
+    def broken(_):
+        raise RuntimeError("gone")
+
+    turn = real.asking(max_new_tokens=4)
+    turn.on_event = broken
+    real.say("broken", turn, text="Hello")
+    other = real.submit("other", text="Hello", max_new_tokens=4)
+    assert real.wait(turn.future).token_ids == real.wait(other).token_ids

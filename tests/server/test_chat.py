@@ -11,7 +11,6 @@ from rich.console import Console
 
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.conf import conf_folder
-from pensieve.serve.server import chat as chat_module
 from pensieve.serve.server import create_server
 from pensieve.serve.server.api import Stream
 from pensieve.serve.server.chat import ChatSettings, Conversation, chat, questions_of
@@ -81,12 +80,6 @@ def test_ctrl_c_stops_the_reply_and_not_the_program(talk, monkeypatch):
     assert len(ended) == 1
 
 
-def test_what_is_too_long_is_a_sentence_and_the_chat_goes_on(talk):
-    said = talk("x" * 5000, "Hello", "stats")
-    assert "cache.gpu" in said
-    assert "2 turns" in said and "1 refused" in said
-
-
 def composed(*overrides):
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         config = OmegaConf.to_container(compose("chat", overrides=list(overrides)), resolve=True)
@@ -133,10 +126,3 @@ def test_a_script_that_cannot_be_read_is_a_sentence(tmp_path):
             questions_of(str(tmp_path / name))
     (tmp_path / "two").write_text("One?\n\nTwo?\n")
     assert questions_of(str(tmp_path / "two")) == ["One?", "Two?"]
-
-
-def test_without_the_weights_the_tiny_model_answers_and_says_so(monkeypatch):
-    monkeypatch.setattr(chat_module, "SMALL_MODEL", "no_such_model")
-    model, sentence = chat_module.small_model()
-    assert model["name"] == "tiny"
-    assert sentence is not None and "no_such_model" in sentence

@@ -46,28 +46,16 @@ def said_by_a_user(**fields):
     [
         (b"", "required"),
         (b"{", "no JSON"),
-        (b'{"messages": "\xff"}', "no JSON"),
         (said_by_a_user().replace(b"x", b"\\ud800"), "no JSON"),
         (said_by_a_user(temperature=float("nan")), "no JSON"),
-        (said_by_a_user(temperature=float("inf")), "no JSON"),
         (b"[" * 100_000, "no JSON"),
-        (b'{"a":' * 50_000, "no JSON"),
         (b"9" * 10_000, ""),
         (b"null", "dictionary"),
-        (b"[]", "dictionary"),
-        (b'{"messages": "x"}', "messages"),
         (b'{"messages": []}', "messages: List should have at least 1"),
         (b'{"messages": [{"role": "king", "content": "x"}]}', "messages.0.role: Input should be"),
-        (
-            b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-            "content.list[TextPart].0.type: Input should be 'text'",
-        ),
-        (said_by_a_user(temperature=-1), "temperature"),
-        *((said_by_a_user(max_tokens=most), "max_tokens") for most in (0, -5, 10**20)),
+        (said_by_a_user(max_tokens=0), "max_tokens"),
         (said_by_a_user(max_tokens=2_000_000), "context"),
         (said_by_a_user(stop=[1]), "stop"),
-        (said_by_a_user(session_id=""), "session_id"),
-        (said_by_a_user(seed="x"), "seed"),
         (said_by_a_user(n=2), "n: Input should be 1"),
         (said_by_a_user(response_format={"type": "json_object"}), "response_format.type: Input should be"),
     ],
@@ -85,8 +73,7 @@ def test_what_makes_no_sense_is_a_400_that_says_so(client, body, says, stream):
 @pytest.mark.parametrize(
     ("content_type", "status"),
     [
-        ("application/json; charset=utf-8", 200),
-        ("Application/JSON", 200),
+        ("Application/JSON; charset=utf-8", 200),
         ("application/a+json", 200),
         ("text/plain", 400),  # what a page from elsewhere may send without being asked
         ("", 400),
@@ -116,14 +103,9 @@ NULLS = [None] * 50_000
     ("path", "body"),
     [
         ("v1/completions", {"prompt": NULLS}),
-        ("v1/completions", {"prompt": [NULLS]}),
-        ("v1/completions", {"prompt": "x", "stop": NULLS}),
-        ("v1/chat/completions", {"messages": NULLS}),
         ("v1/chat/completions", {"messages": [{"role": "user", "content": NULLS}]}),
-        ("v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": NULLS}),
         ("v1/responses", {"input": NULLS}),
         ("tokenize", {"messages": NULLS}),
-        ("tokenize", {}),
     ],
 )
 def test_what_is_wrong_in_a_long_body_is_found_once(path, body, client, monkeypatch):

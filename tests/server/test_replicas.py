@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ import psutil
 import pytest
 
 pytest.importorskip("fastapi")
-from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.compose.settings import resolved
 from pensieve.serve.server import command
 from pensieve.serve.server.api import replicated_server
@@ -26,15 +24,6 @@ from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR
 
 REPLY_S = 120.0
-
-
-def test_without_ray_and_for_simulated_replicas_one_sentence_says_what_to_do(monkeypatch):
-    if importlib.util.find_spec("ray"):
-        with pytest.raises(ConfigError, match=r"hardware\.replicas"):
-            replicated_server(composed("hardware=sim_h100"), 2, "affinity")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineMissing, match=r"serve\.replicas.*pensieve-lab\[ray\]"):
-        replicated_server(composed("hardware=sim_h100"), 2, "affinity")
 
 
 def test_sigterm_is_the_servers_again_after_a_library_took_it():

@@ -1,8 +1,7 @@
-"""The server under clients that mean it badly, or many at once."""
+"""The server under clients that mean it badly, or many at once; and that it starts and closes whole."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import socket
@@ -15,20 +14,24 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+import pytest
+
 from pensieve.core.request import Request
 from pensieve.core.session import Session
+from pensieve.errors import ConfigError, RequestFailed
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server import create_server
+from pensieve.serve.server import command, create_server
 from pensieve.serve.server.api import Server, Stream, Turn
+from pensieve.serve.server.app import ServeSettings
 from pensieve.serve.server.conversations import Conversation, Mark
 from pensieve.serve.server.replies import Feed
 from pensieve.serve.tokenizer import ByteTokenizer
-from tests.baselines.systems import Side, threaded
+from pensieve.sim.worker import SimulatedWorker
+from tests.baselines.systems import Side, inline, threaded
 from tests.server.live import PATIENCE_S, SIMULATED, serving, simulated, until
 from tests.server.test_http import ask
 
 CASES = int(os.environ.get("PENSIEVE_SCHEMA_CASES", "8"))  # an operation; 800 are some 10,000 in all
-HANG_UPS = int(os.environ.get("PENSIEVE_HANG_UPS", "150"))
 KNOWN = {200, 400, 401, 403, 404, 405, 413, 415, 429}
 
 
@@ -64,33 +67,6 @@ def test_no_request_that_the_document_allows_or_not_makes_the_server_fail():
         state.server.system.engine.cache.check()
         assert client.get("/health").status_code == 200
     print(f"{len(sent)} requests, {sum(status == 200 for status in sent)} of them served")
-
-
-@pytest.mark.slow
-def test_clients_that_hang_up_in_mid_stream_leave_nothing():
-    system, _ = threaded()
-    with Server(system, ByteTokenizer()) as server, serving(server) as (_, url):
-
-        async def hang_up(client, number):
-            body = {"messages": [{"role": "user", "content": f"number {number}"}], "stream": True, "max_tokens": 1500}
-            async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as reply:
-                async for _ in reply.aiter_bytes():
-                    return
-
-        async def everybody():
-            async with httpx.AsyncClient(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=16)) as client:
-                for first in range(0, HANG_UPS, 10):
-                    await asyncio.gather(*(hang_up(client, number) for number in range(first, first + 10)))
-
-        asyncio.run(everybody())
-        assert until(lambda: server.under_way == 0)
-        assert all(one.idle for one in server.conversations)
-        server.forget()
-        assert len(server.conversations) == 0
-        assert until(lambda: list(system.engine.cache.sessions) == [])
-        system.engine.cache.check()
-        assert system.engine.cache.gpu_blocks_used == 0
-        assert not system._listeners
 
 
 def test_a_turn_that_ended_leaves_no_cycle():
@@ -151,3 +127,74 @@ def test_a_server_that_is_told_to_stop_lets_replies_end():
         worker.gate.set()
         assert asked.ended() and stopping.ended()
         assert asked.result.status_code == 200
+
+
+def test_requests_under_way_fail_when_the_server_is_closed():
+    system, worker = threaded()
+    server = Server(system, ByteTokenizer())
+    worker.gate.clear()
+    asking = [Side(lambda name=name: server.generate(name, prompt_ids=[1, 2, 3], max_new_tokens=5)) for name in "ab"]
+    assert worker.entered.wait(PATIENCE_S)
+    closing = Side(server.close)
+    worker.gate.set()
+    assert closing.ended()
+    assert all(side.ended() for side in asking)
+    assert {type(side.error) for side in asking} <= {RequestFailed, type(None)}, "a turn that was done by then stands"
+    with pytest.raises(RequestFailed, match="closed"):
+        server.generate("c", prompt_ids=[1], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("clock", ["wall", "virtual"])
+def test_a_crash_of_the_engine_fails_every_request_and_those_to_come(clock):
+    class Worker(SimulatedWorker):
+        def collect(self, until_ns):
+            raise RuntimeError("the device fell off the bus")
+
+    if clock == "wall":
+        system, worker = threaded()
+        worker.failure = RuntimeError("the device fell off the bus")
+        server = Server(system, ByteTokenizer())
+    else:
+        server = Server(inline(Worker), ByteTokenizer())
+    asking = [Side(lambda name=name: server.generate(name, prompt_ids=[1], max_new_tokens=2)) for name in "ab"]
+    assert all(side.ended() for side in asking)
+    for side in (*asking, Side(lambda: server.generate("c", prompt_ids=[1], max_new_tokens=2))):
+        assert side.ended()
+        assert isinstance(side.error, RequestFailed)
+        assert "fell off the bus" in str(side.error)
+    server.close()
+
+
+def test_forget_beside_requests_keeps_the_engine_whole():
+    """Conversations on a virtual clock that are forgotten while others are served."""
+    with Server(inline(), ByteTokenizer()) as server:
+
+        def talk(name):
+            return sum(len(server.generate(name, prompt_ids=[1, 2, 3], max_new_tokens=5).token_ids) for _ in range(8))
+
+        talking = [Side(talk, name) for name in "abcd"]
+        for _ in range(20):
+            server.forget()
+        assert all(side.ended() for side in talking)
+        assert [side.error for side in talking] == [None] * 4
+        server.forget()
+        assert list(server.system.engine.cache.sessions) == []
+        server.system.engine.cache.check()
+
+
+def test_a_taken_port_is_told_before_the_model_loads(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(command, "server_of", lambda *given, **_: loaded.append(given))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} .*already in use.*serve\.port=8001"):
+            command.serve({"model": {"name": "tiny"}, "serve": {"port": port}})
+    assert loaded == []
+
+
+def test_the_first_bytes_of_a_reply_wait_for_no_acknowledgement():
+    """A socket that asyncio is given keeps small packets back, unless it was told not to."""
+    with command.bind(ServeSettings(port=0)) as bound, socket.create_connection(bound.getsockname()):
+        accepted, _ = bound.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

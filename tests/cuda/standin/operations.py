@@ -25,12 +25,8 @@ _SIZES_DEPEND_ON_VALUES = {
 }  # fmt: skip
 _TO_THE_HOST = {_ops._local_scalar_dense.default, _ops.equal.default, _ops.is_nonzero.default}
 _VIEWS = {
-    _ops.detach.default,
-    _ops.alias.default,
-    _ops.lift_fresh.default,
-    _ops.view.default,
-    _ops._unsafe_view.default,
-}
+    _ops.detach.default, _ops.alias.default, _ops.lift_fresh.default, _ops.view.default, _ops._unsafe_view.default,
+}  # fmt: skip
 _NOTHING_WRITTEN = {
     _ops.empty.memory_format, _ops.empty_strided.default, _ops.new_empty.default, _ops.empty_like.default,
     _ops.new_empty_strided.default,
@@ -312,14 +308,6 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if machine().pinned_memory(tensor) is not None else machine().pin(tensor.clone())
 
 
-def _data_ptr(func: Any, args: Any, kwargs: Any) -> int:
-    return int(args[0].inner.data_ptr())
-
-
-def _storage(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].inner.untyped_storage()
-
-
 def _tolist(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     machine().launch("copy from the device", [tensor.touched], [])
@@ -334,13 +322,10 @@ def _numpy(func: Any, args: Any, kwargs: Any) -> Any:
 def _indexed(func: Any, args: Any, kwargs: Any) -> Any:
     """A list as an index: torch makes the tensor on the device by itself, in C++."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if any(isinstance(part, list | np.ndarray) for part in index):
-        index = tuple(
-            torch.tensor(part, dtype=torch.int64).to(CUDA) if isinstance(part, list | np.ndarray) else part
-            for part in index
-        )
-        return func(args[0], index, *args[2:], **kwargs)
-    return func(*args, **kwargs)
+    if not any(isinstance(part, list | np.ndarray) for part in index):
+        return func(*args, **kwargs)
+    there = (torch.tensor(x).to(CUDA) if isinstance(x, list | np.ndarray) else x for x in index)
+    return func(args[0], tuple(there), *args[2:], **kwargs)
 
 
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
@@ -363,8 +348,8 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _OF_THE_DEVICE: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    torch.Tensor.data_ptr: _data_ptr,
-    torch.Tensor.untyped_storage: _storage,
+    torch.Tensor.data_ptr: lambda func, args, kwargs: args[0].inner.data_ptr(),
+    torch.Tensor.untyped_storage: lambda func, args, kwargs: args[0].inner.untyped_storage(),
     torch.Tensor.tolist: _tolist,
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__getitem__: _indexed,

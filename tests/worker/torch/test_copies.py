@@ -25,7 +25,7 @@ from pensieve.device.transfers.cuda_link import (
 )
 from pensieve.device.transfers.link import BlockRun, Haul
 from pensieve.device.transfers.pinned import kept, pinned_bytes
-from pensieve.errors import EngineMissing, HardwareMissing
+from pensieve.errors import HardwareMissing
 from pensieve.plugins.device.thread_link import Piece, copy_runs
 
 from .driver import tiny_spec
@@ -95,25 +95,12 @@ def test_the_drivers_structure_is_as_large_as_in_its_header():
     assert (offsets, ctypes.sizeof(Attributes)) == ([0, 4, 12, 20], 24)
 
 
-def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monkeypatch):
+def test_a_refused_batch_is_an_error(monkeypatch):
     call, _ = memory(monkeypatch)
     pools = tensors()
     copy = BatchCopier(call).prepare(Haul([BlockRun(0, 1, 1), BlockRun(2, 3, 0)], pools.cpu, pools.gpu))
     with pytest.raises(RuntimeError, match="error 1 in copy 1 of 2"):
         copy(0)
-
-    class Old:
-        class cuGetProcAddress_v2:
-            def __new__(cls, name, address, version, flags, found):
-                assert (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
-                return 1
-
-    monkeypatch.setattr(cuda_link.ctypes, "CDLL", lambda name: Old)
-    with pytest.raises(EngineMissing, match="was the first"):
-        BatchCopier()
-    monkeypatch.setattr(cuda_link.ctypes, "CDLL", lambda name: object())
-    with pytest.raises(EngineMissing, match="not found"):
-        BatchCopier()
 
 
 def misplaced(haul):

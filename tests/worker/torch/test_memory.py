@@ -12,8 +12,6 @@ import torch
 
 from pensieve.core.plan import Moved, Row, Sample, StepPlan
 from pensieve.core.request import Length, Request
-from pensieve.device.transfers import cuda_link
-from pensieve.device.transfers.cuda_link import CudaLink
 from pensieve.device.worker import TorchOptions, TorchWorker, largest_rows
 from pensieve.errors import HardwareMissing
 from pensieve.serve.systems.base import WallClock
@@ -132,17 +130,6 @@ def test_steps_fail_with_a_sentence_and_copies_under_way_fail_once(llama, monkey
     assert "illegal memory access" in (later.error or "") and later.moved == ()
     assert driver.worker.collect(None) is None
     driver.worker.close()
-
-
-def test_waits_of_a_device_in_error_are_forgotten(monkeypatch):
-    class Event:
-        def query(self):
-            raise RuntimeError("CUDA error: unspecified launch failure")
-
-    monkeypatch.setattr(cuda_link, "_CudaLane", lambda *_: None)
-    link = CudaLink(torch.device("cpu"))
-    link._waits = [(Event(), Event())]
-    assert link.stalled_ns() == 0 and not link._waits
 
 
 def test_a_failed_step_keeps_no_activations(llama):

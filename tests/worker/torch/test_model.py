@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from pensieve.device.asked import ModelAsked
-from pensieve.device.model import load_model, resolve_device
+from pensieve.device.model import load_model
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
+from pensieve.plugins.device.shelf import empty, kept_host_bytes, open_shelf, take_model
 from pensieve.specs import ModelSpec
 
 from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
@@ -131,33 +135,6 @@ def test_weights_that_are_not_there_are_told_in_a_sentence(llama, tmp_path):
             _load(spec, weights)
 
 
-def test_no_network_is_one_sentence_at_once(monkeypatch, capfd):
-    import huggingface_hub
-
-    asked = []
-
-    def unreachable(self, hub_id, **kwargs):
-        asked.append(hub_id)
-        raise ConnectionError("down")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    monkeypatch.setattr("pensieve.hub._answers", {})
-    capfd.readouterr()
-    with pytest.raises(WeightsMissing, match=r"the hub cannot be reached.*model\.weights=random") as caught:
-        _load(tiny_spec("llama"), "hub", "nobody/nothing")
-    assert asked == ["nobody/nothing"], "asked once, and not again"
-    assert "\n" not in str(caught.value) and capfd.readouterr() == ("", "")
-
-
-def test_a_device_that_is_not_there():
-    with pytest.raises(HardwareMissing, match=r"hardware\.device=tpu"):
-        resolve_device("tpu")
-    if not torch.cuda.is_available():
-        with pytest.raises(HardwareMissing, match="no usable GPU"):
-            resolve_device("cuda")
-        assert resolve_device("auto").type == "cpu"
-
-
 _SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50, "intermediate_size": 32,
     "max_position_embeddings": 64,
@@ -184,3 +161,56 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_is_allocated():
     huge = tiny_spec("llama", hidden_size=2**20, intermediate_size=2**22, num_hidden_layers=100)
     with pytest.raises(HardwareMissing, match=r"TiB for its weights in float32, and cpu has .*sim_a100_80g"):
         _load(huge)
+
+
+LLAMA = tiny_spec("llama")
+
+
+def take(spec=LLAMA, **asked):
+    return take_model(ModelAsked(spec, threads=1, **asked))
+
+
+def test_a_folder_that_was_written_again_is_loaded_again(tmp_path):
+    take().module.save_pretrained(tmp_path)
+    with open_shelf():
+        for changed, reused in ((False, False), (False, True), (True, False)):
+            if changed:
+                take(seed=1).module.save_pretrained(tmp_path)
+            assert take(weights=str(tmp_path)).reused is reused
+
+
+def test_what_decides_a_model_loads_another():
+    """dtype is the spec's; attention and the blocks' size decide what was checked. Each differs from the
+    one before it, which alone is kept."""
+    small = tiny_spec("llama", num_hidden_layers=1)
+    half = replace(small, dtype="bfloat16")
+    asked = [
+        (small, {"attention": "reference"}),
+        (small, {"attention": "reference", "chunk_tokens": 16}),
+        (half, {"attention": "reference", "chunk_tokens": 16}),
+        (half, {"chunk_tokens": 16}),
+    ]
+    with open_shelf():
+        found = [take(spec, **how).reused for spec, how in asked for _ in range(2)]
+    assert found == [False, True] * len(asked)
+
+
+def test_what_is_kept_counts_as_free_and_leaves_memory_before_the_next_one_comes():
+    """Also where a circle of references holds it, as the frame does in which transformers was imported first."""
+    assert kept_host_bytes() == 0
+    with open_shelf():
+        model = take()
+        assert kept_host_bytes() == sum(p.nbytes for p in (*model.module.parameters(), *model.module.buffers())) > 0
+        first = weakref.ref(model.module)
+        gc.disable()
+        try:
+            circle = [model.module]
+            circle.append(circle)
+            del circle, model
+            take(seed=1)
+        finally:
+            gc.enable()
+        assert first() is None
+        empty()
+        assert kept_host_bytes() == 0 and not take().reused
+    assert kept_host_bytes() == 0

