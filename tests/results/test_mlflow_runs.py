@@ -15,7 +15,7 @@ import pytest
 from pensieve.errors import ResultsError
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results import mlflow_runs
-from pensieve.lab.results.mlflow_runs import copy_sweep, copy_trial, sync_mlflow
+from pensieve.lab.results.mlflow_runs import client_of, copy_sweep, copy_trial, sync_mlflow
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.results.sweep_table import sweep_table
@@ -31,11 +31,6 @@ class Died(BaseException):
 
 def died(*_args: object) -> None:
     raise Died
-
-
-def client_of(outputs: Path) -> Any:
-    mlflow = pytest.importorskip("mlflow")
-    return mlflow.MlflowClient(tracking_uri=mlflow_runs.mlflow_url(outputs))
 
 
 def children(outputs: Path, store: ResultsStore, sweep: int) -> dict[int, Any]:
@@ -67,13 +62,12 @@ def test_each_sweep_has_the_goodput_of_its_own_objective(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("mlflow")
     client = client_of(tmp_path)
     store = open_store(tmp_path)
     open_sweep(store, seed="0,1", **{"workload.pressure": "1,2", "trial.timeout_s": "100"})
     assert copy_sweep(tmp_path, store, 1) == 0  # it is taken up with another timeout, which is no parameter
     sweep = open_sweep(store, seed="0,1", **{"workload.pressure": "1,2", "trial.timeout_s": "200"})
-    figure = tmp_path / "figure.png"
-    figure.write_bytes(b"png")
     config = {
         **trial_fields()["config"],
         "odd=key": "x" * 7000,
@@ -83,7 +77,6 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     trial = add_trial(
         store, sweep, 0, "pensieve", conversation_turns(TTFT), {"ttft_ms_mean": 42.0}, tokens=tmp_path, config=config
     )
-    store.add_artifact(trial, "figure", figure)
     store.add_metrics(trial, [MetricValue("ttft_ms_p50", ms, f"turn={n}") for n, ms in ((1, 44.0), (2, 46.2))])
     assert copy_sweep(tmp_path, store, sweep) == 1
     parent, run = store.sweep(sweep).mlflow_run_id, store.trial(trial).mlflow_run_id
@@ -109,13 +102,13 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     steps = {m.step: m.value for m in client.get_metric_history(run.info.run_id, mlflow_runs.TTFT_BY_TURN)}
     assert steps == {1: 44.0, 2: 46.2}
     assert sorted(a.path for a in client.list_artifacts(run.info.run_id)) == [
-        "config.json", "environment.json", "figure", "turns.parquet",
+        "config.json", "environment.json", "turns.parquet",
     ]  # fmt: skip
 
     # A process that dies while it logs leaves a run half filled; the next one fills it, and makes no second.
     half = add_trial(store, sweep, 1, "pensieve", conversation_turns(TTFT), seed=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store), "artifacts_of", died)
+        patch.setattr(type(store), "turns_of", died)
         with pytest.raises(Died):
             copy_sweep(tmp_path, store, sweep)
     assert store.trial(half).mlflow_run_id is None
@@ -147,7 +140,6 @@ def test_without_mlflow_one_sentence(
     store = open_store(tmp_path)
     sweep = open_sweep(store)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    mlflow_runs._client.cache_clear()
     mlflow_runs.say_not_logged.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert copy_sweep(tmp_path, store, sweep) is None
@@ -158,23 +150,22 @@ def test_without_mlflow_one_sentence(
 
 @pytest.mark.slow
 def test_a_store_whose_maker_died_is_made_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the cache that keeps an empty one cannot be written."""
+    """From the cache that keeps an empty one, and where no cache can be written."""
     pytest.importorskip("mlflow")
-    (tmp_path / "file").touch()
-    for cache in (tmp_path / "cache", tmp_path / "file"):
-        outputs = tmp_path / f"outputs of {cache.name}"
-        outputs.mkdir()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-        with monkeypatch.context() as patch:
-            patch.setattr(mlflow_runs.shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            dying = FORK.Process(target=mlflow_runs.client_of, args=(outputs,))  # of its own: MLflow remembers files
-            dying.start()
-            dying.join()
-        assert dying.exitcode == -signal.SIGKILL
-        assert not (outputs / "mlflow.db").exists()
-        assert list(outputs.glob(".mlflow-new-*/mlflow.db"))
-        assert mlflow_runs.client_of(outputs) is not None
-    assert list(tmp_path.glob("cache/pensieve/mlflow-*.db"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow_runs.shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        dying = FORK.Process(target=client_of, args=(tmp_path,))  # of its own: MLflow remembers files
+        dying.start()
+        dying.join()
+    assert dying.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "mlflow.db").exists()
+    assert list(tmp_path.glob("pensieve/mlflow-*.db"))
+    client_of(tmp_path)
+    assert (tmp_path / "mlflow.db").is_file()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mlflow.db"))
+    (tmp_path / "outputs").mkdir()
+    client_of(tmp_path / "outputs")
 
 
 @pytest.mark.slow
@@ -199,9 +190,8 @@ def test_what_mlflow_missed_is_written_once_its_store_was_moved_away(tmp_path: P
     store.finish_trial(alone, "interrupted")
     running = store.begin_trial(trial_fields("running"))
 
-    said: list[str] = []
-    assert sync_mlflow(tmp_path, store, said.append) == 3 + 1
-    assert sync_mlflow(tmp_path, store, said.append) == 0
+    assert sync_mlflow(tmp_path, store) == 3 + 1
+    assert sync_mlflow(tmp_path, store) == 0
     client, below = client_of(tmp_path), children(tmp_path, store, first)
     parent = client.get_run(store.sweep(first).mlflow_run_id).info
     began_ms = int(began.timestamp() * 1000)
@@ -222,7 +212,6 @@ def test_four_processes_that_copy_one_sweep_make_each_run_once(tmp_path: Path) -
     store = open_store(tmp_path)
     sweep = open_sweep(store, 16)
     trials = [add_trial(store, sweep, n, "pensieve", conversation_turns([1.0]), seed=n) for n in range(16)]
-    mlflow_runs._client.cache_clear()
 
     def work() -> None:
         copy_sweep(tmp_path, open_store(tmp_path), sweep)
@@ -258,6 +247,6 @@ def test_sync_copies_what_a_server_lacks_and_says_what_failed(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(mlflow_runs, "_fill_run", full)
         with pytest.raises(ResultsError, match=rf"^1 trials were .* not trial {refused}\."):
-            sync_mlflow(tmp_path, store, str)
-    assert sync_mlflow(tmp_path, store, str) == 1
+            sync_mlflow(tmp_path, store)
+    assert sync_mlflow(tmp_path, store) == 1
     assert client_of(tmp_path).get_run(store.trial(refused).mlflow_run_id).info.status == "FINISHED"

@@ -12,7 +12,7 @@ from pensieve.errors import ResultsError
 from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.results import export
 from pensieve.lab.results.store import ResultsStore, open_store
-from pensieve.lab.trial.terminal import console, say
+from pensieve.lab.trial.terminal import console
 
 
 def results(argv: Sequence[str] | None, description: str | None) -> int:
@@ -112,4 +112,4 @@ def _export(store: ResultsStore, asked: argparse.Namespace) -> Iterable[str]:
 def _to_mlflow(store: ResultsStore, _: argparse.Namespace) -> Iterable[str]:
     from pensieve.lab.results.mlflow_runs import sync_mlflow
 
-    return [f"{sync_mlflow(outputs_folder(), store, say)} trials were written to MLflow from {store.database.shown}."]
+    return [f"{sync_mlflow(outputs_folder(), store)} trials were written to MLflow from {store.database.shown}."]

@@ -14,13 +14,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
-from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 from sqlalchemy import select, union
@@ -36,9 +35,6 @@ from pensieve.lab.results.store import ResultsStore, figures_folder, report_file
 if TYPE_CHECKING:
     from pensieve.lab.results.sweep_table import SweepTable
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 DATABASE_NAME = "mlflow.db"
 URL_ENV = "PENSIEVE_MLFLOW_URL"
 TRIAL_TAG, FINGERPRINT_TAG, PARENT_TAG = "pensieve.trial_id", "fingerprint", "mlflow.parentRunId"
@@ -46,9 +42,7 @@ TTFT_BY_TURN = "ttft_ms_by_turn"
 
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # of a server, two lines a run
-    "GIT_PYTHON_REFRESH": "quiet",  # the commit comes from our own environment record
     # With a server that does not answer; MLflow's own defaults try for minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
@@ -61,8 +55,7 @@ _NOT_PARAMS = re.compile(
 )
 """Fields that say how a trial is run, kept and judged, or tell Hydra what to build (_target_)."""
 _RUN_STATUS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-_PARAMS_AT_ONCE, _METRICS_AT_ONCE = 100, 800
-_PARAM_LENGTH, _NAME_LENGTH, _TAG_LENGTH = 6000, 250, 5000
+_PARAM_LENGTH, _NAME_LENGTH, _TAG_LENGTH = 6000, 250, 5000  # MLflow's limits; its client keeps those of a call
 
 
 # Where MLflow keeps runs
@@ -78,18 +71,8 @@ def remote_url() -> str | None:
     return url
 
 
-def mlflow_url(outputs: Path) -> str:
-    """The tracking URI: a server's, or the local store's, whose timeout lets parallel trials wait for each other."""
-    return remote_url() or f"sqlite:///{outputs.absolute() / DATABASE_NAME}?timeout=30"
-
-
 def client_of(outputs: Path) -> Any:
     """MLflow's client of the store in this folder, or of the server; a local store is made where it is missing."""
-    return _client(outputs.absolute(), remote_url())
-
-
-@functools.lru_cache(maxsize=4)
-def _client(outputs: Path, remote: str | None) -> Any:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
@@ -98,36 +81,31 @@ def _client(outputs: Path, remote: str | None) -> Any:
         logging.getLogger(name).setLevel(logging.WARNING)
     # MLflow logs a traceback of its database's error before it raises it, which we tell in a sentence. A level would not
     # last: who configures logging sets it back.
-    logging.getLogger("mlflow.store.db.utils").addFilter(lambda _: False)
+    logging.getLogger("mlflow.store.db.utils").filters = [lambda _: False]
+    database, remote = outputs.absolute() / DATABASE_NAME, remote_url()
     with _lock(outputs):  # its schema is made by the client or its first question, and two at once would fail
-        if remote is None and not (outputs / DATABASE_NAME).exists():
-            _create_database(outputs)
-        client = MlflowClient(tracking_uri=mlflow_url(outputs))
+        if remote is None and not database.exists():
+            with suppress(OSError, RuntimeError):  # a cache that cannot be written: MLflow makes one here
+                _copy_empty(database)
+        # The timeout lets parallel trials wait for each other.
+        client = MlflowClient(tracking_uri=remote or f"sqlite:///{database}?timeout=30")
         client.search_experiments(max_results=1)
     return client
 
 
-def _create_database(outputs: Path) -> None:
-    """Copy an empty one, which MLflow makes once for each of its versions: its fifty migrations take a second. What stands in
-    its place is whole: MLflow cannot repair a schema that a dead process left incomplete."""
+def _copy_empty(database: Path) -> None:
+    """MLflow makes an empty one once for each of its versions: its fifty migrations take a second. Each gets its name when it
+    is whole: MLflow cannot repair a schema that a dead process left incomplete."""
     import mlflow
 
-    empty = outputs / f".{DATABASE_NAME}"
-    with suppress(OSError, RuntimeError):  # a cache that cannot be written only costs time
-        user_cache().mkdir(parents=True, exist_ok=True, mode=0o700)
-        empty = user_cache() / f"mlflow-{mlflow.__version__}.db"
+    empty = user_cache() / f"mlflow-{mlflow.__version__}.db"
     if not empty.exists():
-        with tempfile.TemporaryDirectory(prefix=".mlflow-new-", dir=outputs, ignore_cleanup_errors=True) as name:
-            made = Path(name, DATABASE_NAME)
-            mlflow.MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments(max_results=1)
-            _copied_whole(made, empty)  # MLflow keeps the other one open, under its name
-    _copied_whole(empty, outputs / DATABASE_NAME)
-
-
-def _copied_whole(source: Path, place: Path) -> None:
-    partial = place.with_name(f"{place.name}.{os.getpid()}")
-    shutil.copyfile(source, partial)
-    partial.replace(place)
+        empty.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(prefix=".mlflow-new-", dir=empty.parent, ignore_cleanup_errors=True) as folder:
+            mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder}/made.db").search_experiments(max_results=1)
+            Path(folder, "made.db").replace(empty)
+    shutil.copyfile(empty, database.with_suffix(".new"))
+    database.with_suffix(".new").replace(database)
 
 
 def _lock(outputs: Path) -> FileLock:
@@ -135,20 +113,15 @@ def _lock(outputs: Path) -> FileLock:
     return FileLock(outputs / f"{DATABASE_NAME}.lock", timeout=120)
 
 
-def _or_none(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Log one sentence and return None where MLflow, or the disk, fails."""
-
-    @functools.wraps(function)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        try:
-            return function(*args, **kwargs)
-        except ImportError:
-            say_not_logged("MLflow is not installed; `pip install mlflow` changes that")
-        except Exception as error:
-            say_not_logged(next(iter(str(error).strip().splitlines()), type(error).__name__))
-        return None
-
-    return guarded
+@contextmanager
+def _or_none() -> Iterator[None]:
+    """Log one sentence where MLflow, or the disk, fails; what this decorates then returns None."""
+    try:
+        yield
+    except ImportError:
+        say_not_logged("MLflow is not installed; `pip install mlflow` changes that")
+    except Exception as error:
+        say_not_logged(next(iter(str(error).strip().splitlines()), type(error).__name__))
 
 
 @functools.lru_cache(maxsize=8)  # a sweep meets the same full disk at each trial
@@ -161,13 +134,15 @@ def say_not_logged(reason: str) -> None:
 # Copies of what was recorded
 
 
-@_or_none
-def copy_sweep(outputs: Path, store: ResultsStore, sweep_id: int, table: SweepTable | None = None) -> int:
+@_or_none()
+def copy_sweep(outputs: Path, store: ResultsStore, sweep_id: int, table: SweepTable | None = None) -> int | None:
     """Log a sweep as a parent run, and as its children the trials that have ended: what each job shows, and its last
     attempt. A sweep that has ended closes its run with what it found. Returns how many trials were missing.
 
     table: of the sweep, where the caller has it.
     """
+    from pensieve.lab.results.sweep_table import sweep_table
+
     client, sweep = client_of(outputs), store.sweep(sweep_id)
     ended = {
         trial.id: (trial, job.reused)
@@ -178,28 +153,31 @@ def copy_sweep(outputs: Path, store: ResultsStore, sweep_id: int, table: SweepTa
     with _lock(outputs):
         experiment = _experiment(client, outputs, sweep.name)
         parent = _parent(client, store, experiment, sweep)
-        runs = _runs(client, experiment, {PARENT_TAG: parent})
-        trials = (
-            (trial, {PARENT_TAG: parent, **({"reused": "true"} if reused else {})}) for trial, reused in ended.values()
-        )
-        missing = sum(_copied(client, store, experiment, trial, runs, tags, sweep) for trial, tags in trials)
+        runs, missing = _runs(client, experiment, {PARENT_TAG: parent}), 0
+        for trial, reused in ended.values():
+            tags = {PARENT_TAG: parent, **({"reused": "true"} if reused else {})}
+            missing += _copied(client, store, experiment, trial, runs, tags, sweep)
         if sweep.status != "running":
-            _close(client, store, parent, sweep, table)
+            found = table or sweep_table(store, sweep_id)
+            client.set_tag(parent, "mlflow.note.content", "\n\n".join(found.answers)[:_TAG_LENGTH])
+            client.log_text(parent, found.text(), "comparison.txt")
+            client.set_terminated(parent, _RUN_STATUS[sweep.status], _milliseconds(sweep.finished_at))
     return missing
 
 
-@_or_none
-def copy_trial(outputs: Path, store: ResultsStore, trial_id: int) -> int:
+@_or_none()
+def copy_trial(outputs: Path, store: ResultsStore, trial_id: int) -> int | None:
     """Log a trial of no sweep that has ended; returns 1 if it was missing, else 0."""
     client, trial = client_of(outputs), store.trial(trial_id)
     with _lock(outputs):
         experiment = _experiment(client, outputs, trial.experiment or "pensieve")
         runs = _runs(client, experiment, {FINGERPRINT_TAG: trial.fingerprint})
-        alone = [run for run in runs if PARENT_TAG not in run.data.tags]
-        return int(_copied(client, store, experiment, trial, alone, {}))
+        return int(
+            _copied(client, store, experiment, trial, [run for run in runs if PARENT_TAG not in run.data.tags], {})
+        )
 
 
-@_or_none
+@_or_none()
 def log_drawn(outputs: Path, store: ResultsStore, sweep_id: int) -> str | None:
     """Log the sweep's figures and report, where they have been drawn, as artifacts of its run; returns the run's id, None if
     there is none."""
@@ -212,7 +190,7 @@ def log_drawn(outputs: Path, store: ResultsStore, sweep_id: int) -> str | None:
     return run_id
 
 
-def sync_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None]) -> int:
+def sync_mlflow(outputs: Path, store: ResultsStore) -> int:
     """Log what MLflow lacks: every sweep with its trials, and every other trial; returns how many trials were written.
     A store that was moved away is made anew so.
 
@@ -225,10 +203,8 @@ def sync_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None]) 
         sweeps = connection.scalars(select(Sweep.id).order_by(Sweep.id)).all()
         alone = connection.scalars(others.order_by(Trial.id)).all()
     written = {f"sweep {one}": copy_sweep(outputs, store, one) for one in sweeps}
-    for sweep_id, missing in zip(sweeps, written.values(), strict=True):
-        if missing is not None:
-            log_drawn(outputs, store, sweep_id)
-            say(f"Sweep {sweep_id} is in MLflow: {missing} trials were missing.")
+    for one in sweeps:
+        log_drawn(outputs, store, one)
     written |= {f"trial {one}": copy_trial(outputs, store, one) for one in alone}
     count, failed = sum(one or 0 for one in written.values()), [name for name, one in written.items() if one is None]
     if failed:
@@ -265,7 +241,9 @@ def _parent(client: Any, store: ResultsStore, experiment: str, sweep: Sweep) -> 
         run = client.create_run(experiment, _milliseconds(sweep.started_at), tags, name)
         # MLflow never changes a parameter: overrides that may differ when the sweep goes on are in the command's tag alone.
         texts = {key: ",".join(one) if isinstance(one, list) else one for key, one in sweep.overrides.items()}
-        _log_batches(client, run.info.run_id, {key: text for key, text in texts.items() if counts_for_sweep(key)})
+        client.log_batch(
+            run.info.run_id, params=_params({key: text for key, text in texts.items() if counts_for_sweep(key)})
+        )
     elif run.info.status != "RUNNING":
         client.update_run(run.info.run_id, status="RUNNING")
     if run.info.run_id != sweep.mlflow_run_id:
@@ -273,18 +251,8 @@ def _parent(client: Any, store: ResultsStore, experiment: str, sweep: Sweep) -> 
     return str(run.info.run_id)
 
 
-def _close(client: Any, store: ResultsStore, run_id: str, sweep: Sweep, table: SweepTable | None) -> None:
-    """Close the parent run with what the sweep found: the sentences as its description, the table as an artifact."""
-    from pensieve.lab.results.sweep_table import sweep_table
-
-    found = table or sweep_table(store, sweep.id)
-    client.set_tag(run_id, "mlflow.note.content", "\n\n".join(found.answers)[:_TAG_LENGTH])
-    client.log_text(run_id, found.text(), "comparison.txt")
-    client.set_terminated(run_id, _RUN_STATUS[sweep.status], _milliseconds(sweep.finished_at))
-
-
 def _copied(
-    client: Any, store: ResultsStore, experiment: str, trial: Trial, runs: Iterable[Any], tags: Mapping[str, str],
+    client: Any, store: ResultsStore, experiment: str, trial: Trial, runs: Sequence[Any], tags: Mapping[str, str],
     sweep: Sweep | None = None,
 ) -> bool:  # fmt: skip
     """Whether the trial was missing among these runs; it is there now. Its row notes the first run that it has."""
@@ -309,51 +277,41 @@ def _copied(
 
 
 def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial, sweep: Sweep | None) -> None:
-    """The objective is that of the sweep that the run belongs to."""
+    """The objective is that of the sweep that the run belongs to. Output tokens stay where they are: they would double
+    what the disk holds."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from mlflow.entities import Metric
 
     slo = Slo.of_sweep(sweep.overrides) if sweep else slo_of(trial)
     fields = {name.removesuffix(".name"): value for name, value in leaves(trial.config) if not _NOT_PARAMS.match(name)}
-    asked = {f"slo.{name}": most for name, most in asdict(slo).items() if most is not None}
-    columns = {name: getattr(trial, name) for name in _COLUMNS_AS_PARAMS}
-    found = store.metrics_of(trial.id, slo)
-    by_turn = (one for one in found if one.name == "ttft_ms_p50" and one.label.startswith("turn="))
-    metrics = [
-        *((f"{m.name}/{m.label}" if m.label else m.name, m.value, 0) for m in found),
-        *((TTFT_BY_TURN, one.value, int(one.label.removeprefix("turn="))) for one in by_turn),
-    ]
+    fields |= {f"slo.{name}": most for name, most in asdict(slo).items()}
+    fields |= {name: getattr(trial, name) for name in _COLUMNS_AS_PARAMS}
     at_ms = _milliseconds(trial.finished_at or trial.started_at)
-    _log_batches(client, run_id, {**fields, **asked, **columns}, metrics, at_ms)
-    with tempfile.TemporaryDirectory() as name:
-        for file, content in (("config.json", trial.config), ("environment.json", trial.environment)):
-            Path(name, file).write_text(json.dumps(content, indent=2, default=str), encoding="utf-8")
-        if turns := [dict(turn._mapping) for turn in store.turns_of(trial.id)]:
-            pq.write_table(pa.Table.from_pylist(turns), Path(name, "turns.parquet"))
-        client.log_artifacts(run_id, name)
-    for artifact in store.artifacts_of(trial.id):
-        if artifact.kind != "tokens" and artifact.path.is_file():  # tokens would double what the disk holds
-            client.log_artifact(run_id, str(artifact.path), artifact.kind)
+    metrics = []
+    for one in store.metrics_of(trial.id, slo):
+        if one.value is None:
+            continue
+        metrics.append(Metric(_allowed(f"{one.name}/{one.label}" if one.label else one.name), one.value, at_ms, 0))
+        if one.name == "ttft_ms_p50" and one.label.startswith("turn="):
+            metrics.append(Metric(TTFT_BY_TURN, one.value, at_ms, int(one.label.removeprefix("turn="))))
+    client.log_batch(run_id, metrics, _params(fields))
+    client.log_dict(run_id, trial.config, "config.json")
+    client.log_dict(run_id, trial.environment, "environment.json")
+    if turns := [dict(turn._mapping) for turn in store.turns_of(trial.id)]:
+        with tempfile.TemporaryDirectory() as folder:
+            pq.write_table(pa.Table.from_pylist(turns), Path(folder, "turns.parquet"))
+            client.log_artifacts(run_id, folder)
     client.set_terminated(run_id, _RUN_STATUS[trial.status], _milliseconds(trial.finished_at))
 
 
-def _log_batches(
-    client: Any,
-    run_id: str,
-    params: Mapping[str, Any],
-    metrics: Sequence[tuple[str, float | None, int]] = (),
-    at_ms: int | None = None,
-) -> None:
-    """metrics: name, value, step. What has no value is left out. Within MLflow's limits of names, texts and calls."""
-    from mlflow.entities import Metric, Param
+def _params(fields: Mapping[str, Any]) -> list[Any]:
+    """Without those that have no value."""
+    from mlflow.entities import Param
 
-    texts = {key: json.dumps(v, default=str) if isinstance(v, list | tuple) else str(v) for key, v in params.items()}
-    known = {key: text for key, text in sorted(texts.items()) if params[key] is not None}
-    told = [Param(_allowed(key), text[:_PARAM_LENGTH]) for key, text in known.items()]
-    counted = [Metric(_allowed(name), value, at_ms, step) for name, value, step in metrics if value is not None]
-    for part in range(max(ceil(len(told) / _PARAMS_AT_ONCE), ceil(len(counted) / _METRICS_AT_ONCE))):
-        some, others = (slice(part * most, (part + 1) * most) for most in (_PARAMS_AT_ONCE, _METRICS_AT_ONCE))
-        client.log_batch(run_id, params=told[some], metrics=counted[others])
+    known = {_allowed(name): value for name, value in sorted(fields.items()) if value is not None}
+    texts = {key: json.dumps(v, default=str) if isinstance(v, list | tuple) else str(v) for key, v in known.items()}
+    return [Param(key, text[:_PARAM_LENGTH]) for key, text in texts.items()]
 
 
 def _allowed(text: str) -> str:
