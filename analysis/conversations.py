@@ -15,7 +15,6 @@ from analysis.quantities import median, moved
 from analysis.registry import Plot, Row
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.lab import tables
 from pensieve.lab.results.frame import (
     OURS,
     PROBES,
@@ -27,7 +26,7 @@ from pensieve.lab.results.frame import (
     speed_up,
     values_of,
 )
-from pensieve.lab.statistics import Estimate, paired_ratio
+from pensieve.lab.statistics import Estimate, estimated, paired_ratio
 from pensieve.serve.record import is_measured
 
 CLASSES = ("hot", "warm", "cold")
@@ -119,7 +118,7 @@ def speed_ups(source: Source, form: Form, *, column: str, parts: Mapping[str, st
                 }
                 for part, one in ratios.items() if one is not None
             ]  # fmt: skip
-            table.append({"baseline": cell.baseline, **{part: tables.estimated(one) for part, one in ratios.items()}})
+            table.append({"baseline": cell.baseline, **{part: estimated(one) for part, one in ratios.items()}})
         yield Plot(panel, rows, table=table)
 
 

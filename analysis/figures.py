@@ -11,15 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
+from rich.console import Console
 
 from analysis import registry
 from analysis.registry import Drawing
 from analysis.sweep import Source, open_source
 from pensieve.errors import PensieveError, ResultsError
-from pensieve.lab import tables
 from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.store import LATEST, ResultsStore, figures_folder, open_store
+from pensieve.units import Table, grid
+
+_WIDTH = 120  # of a terminal that does not say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +99,7 @@ def _draw_named(store: ResultsStore, options: argparse.Namespace) -> Iterator[st
             continue
         for one in drawings:
             if one.table is not None:
-                tables.show(one.table, " · ".join(filter(None, [one.title, one.panel.text])), one.caption)
+                show(one.table, " · ".join(filter(None, [one.title, one.panel.text])), one.caption)
         _print_paths(drawings)
 
 
@@ -171,6 +174,15 @@ def chosen_store(options: argparse.Namespace) -> ResultsStore:
 def chosen_source(store: ResultsStore, options: argparse.Namespace, sweep_id: int | None) -> Source:
     wanted = [name.strip() for name in options.baselines.split(",")] if options.baselines else []
     return open_source(store, sweep_id, wanted, options.allow_mixed, options.prices, options.also)
+
+
+def show(table: Table, title: str, note: str, console: Console | None = None) -> None:
+    """Print it. console: where to; by default standard output, _WIDTH columns wide where that is not a terminal."""
+    where = console or Console(highlight=False)
+    if console is None and not where.is_terminal:
+        where.width = _WIDTH
+    where.print(grid(table, title, fold=True))
+    where.print(note, markup=False)
 
 
 def _parser() -> argparse.ArgumentParser:

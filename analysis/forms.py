@@ -22,11 +22,10 @@ from analysis import style
 from analysis.quantities import Found, Quantity, columns, size
 from analysis.registry import Plot, Row
 from analysis.sweep import Source
-from pensieve.lab import tables
 from pensieve.lab.metrics import Slo
 from pensieve.lab.results.frame import Cell
-from pensieve.lab.statistics import Estimate
-from pensieve.units import NO_VALUE, in_order, number
+from pensieve.lab.statistics import Estimate, estimated
+from pensieve.units import NO_VALUE, Table, in_order, number
 
 DASHED: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 1.5))}
 Points = Sequence[tuple[float, Estimate]]
@@ -107,7 +106,7 @@ class Form(BaseModel, extra="forbid"):
             for row in rows
         ]
 
-    def table(self, rows: Sequence[Row]) -> tables.Table:
+    def table(self, rows: Sequence[Row]) -> Table:
         """Keys and quantities; of these only what any row has."""
         counted = [one for one in self.every if any(row.get(one.name) is not None for row in rows)]
         names = {one.name for one in self.every}
@@ -141,7 +140,7 @@ def _word(key: Any) -> str:
 
 def _cell(one: Quantity, row: Row) -> str:
     found = row[one.name]
-    return tables.estimated(found) if isinstance(found, Estimate | None) else one.shown(found)
+    return estimated(found) if isinstance(found, Estimate | None) else one.shown(found)
 
 
 def shown(name: str, row: Row) -> Found:

@@ -21,12 +21,11 @@ from analysis import style
 from analysis.provenance import brief, footnote
 from analysis.sweep import Source
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab import tables
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.results.frame import Panel
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.statistics import FEWEST_GROUPS
-from pensieve.lab.tables import Table
+from pensieve.units import Table
 
 Row = Mapping[str, Any]
 LAST = 1000  # the place of a figure that names none
@@ -155,7 +154,7 @@ def _publish(of: Figure, source: Source, plot: Plot, folder: Path) -> Drawing:
         text = stem.with_name(stem.name + ".md")
         folder.mkdir(parents=True, exist_ok=True)
         heading = " · ".join(filter(None, [title, panel.text]))
-        text.write_text(tables.markdown(plot.table, heading, caption), encoding="utf-8")
+        text.write_text(markdown(plot.table, heading, caption), encoding="utf-8")
     table, sidecar = (stem.with_name(stem.name + suffix) for suffix in (".csv", ".json"))
     assert plot.rows, "a figure without data"
     with table.open("w", newline="", encoding="utf-8") as file:
@@ -191,3 +190,16 @@ def _slug(text: str) -> str:
 
 FIGURES = read_figures(conf_folder() / "figure")
 """By name, in the order in which a report shows them."""
+
+
+def markdown(table: Table, title: str, note: str) -> str:
+    """The table as a page of Markdown: title, cells in one line each, note."""
+    heads = list(table[0])
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *([line[head] for head in heads] for line in table)]
+    rows = ["| " + " | ".join(_one_line(cell) for cell in line) + " |" for line in lines]
+    return "\n".join([f"# {title}", "", *rows, "", note, ""])
+
+
+def _one_line(cell: str) -> str:
+    """Of a cell or a head; "degra-\\ndation" is one word again."""
+    return cell.replace("-\n", "").replace("\n", " ").replace("|", "\\|")

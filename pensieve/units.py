@@ -1,14 +1,17 @@
-"""Sizes as people write them ("4GiB", "2 GB", "8192 tokens"), and numbers as tables and figures show them."""
+"""Sizes as people write them ("4GiB", "2 GB", "8192 tokens"), numbers as tables and figures show them, and tables."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 GIB = 2**30
 _BYTES = {
@@ -102,6 +105,29 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+Table = Sequence[Mapping[str, str]]
+"""Lines of cells by column, all with the same columns, of which the first names the line."""
+
+
+def grid(
+    table: Table, title: str = "", left: Collection[str] = (), heads: bool = True, fold: bool = False
+) -> RichTable:
+    """For a terminal, without lines between the cells; texts are markup. left: columns that are not of numbers, beside the
+    first. fold: a cell may take several lines."""
+    from rich import box
+    from rich.table import Table as RichTable
+
+    found = RichTable(
+        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=not fold,
+        show_header=heads,
+    )  # fmt: skip
+    for place, column in enumerate(table[0]):
+        found.add_column(column, justify="left" if place == 0 or column in left else "right", no_wrap=not fold)
+    for line in table:
+        found.add_row(*line.values())
+    return found
 
 
 # Values of swept fields, as texts

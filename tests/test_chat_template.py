@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.serve.chat_template import ChatTemplate
-from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer
+from pensieve.serve.tokenizer import ByteTokenizer, ChatTemplate, HubTokenizer
 from tests.chat import CHATML, GEMMA_2, LLAMA_3, MISTRAL, SPECIALS, THINKING, dialogue, save_tokenizer
 
 PUBLISHED = {"chatml": CHATML, "llama3": LLAMA_3, "gemma2": GEMMA_2, "mistral": MISTRAL}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-MOST = 65
+MOST = 60
 
 SCRIPT = """
 import json, sys, threading

@@ -1,7 +1,6 @@
 import pytest
 
-from pensieve.lab.turns import Turns
-from pensieve.lab.window import FEWEST_TURNS, find_window
+from pensieve.lab.turns import FEWEST_TURNS, Turns, find_window
 from pensieve.serve.record import TurnRecord
 
 

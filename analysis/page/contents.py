@@ -8,14 +8,13 @@ from typing import Any
 
 from analysis.provenance import device_of, ranges
 from analysis.sweep import DEFAULT_COMMAND, Source
-from pensieve.lab import tables
 from pensieve.lab.results.claims import VERDICTS, Judged, Verdict
 from pensieve.lab.results.frame import axis_value, differences, flat, varying_axes
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import JobResult
 from pensieve.lab.results.sweep_table import SweepRow, cells_of, sweep_table
-from pensieve.lab.tables import Table
-from pensieve.units import NONE, three_digits
+from pensieve.lab.statistics import estimated
+from pensieve.units import NONE, Table, three_digits
 
 UPFRONT = ("simulated", "random_weights")
 """Notes that stand before any number, beside those above every table."""
@@ -91,7 +90,7 @@ def _claim(one: Judged) -> dict[str, str]:
     }
     if one.measured is not None and found is not None:
         sides = f"{one.ours} against {one.theirs}" if one.theirs else one.ours
-        line["measured"] = tables.estimated(found).replace("\n", " ")
+        line["measured"] = estimated(found).replace("\n", " ")
         n = f"n = {found.n:,} {one.measured.n_unit}, seeds: {found.groups}"
         line["of"] = f"{sides}, {n}, trials {ranges(one.trial_ids)}"
     return line

@@ -17,8 +17,7 @@ import numpy as np
 from pensieve.core.request import Event, Request, TokenArray
 from pensieve.lab.metrics import Measurement, out_of_memory
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.turns import HITS, TurnLog, Turns
-from pensieve.lab.window import MeasuredStretches, find_window
+from pensieve.lab.turns import HITS, MeasuredStretches, TurnLog, Turns, find_window
 from pensieve.lab.workload.base import Arrival, Foresees, KnowsEnds, KnowsUsers, Workload, WorkloadPlan
 from pensieve.serve.record import Transcripts, TurnRecord, is_measured
 from pensieve.serve.systems.base import CountsTokens, ExpectsReuse, ForgetsEnded, LooksAhead, System

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve.errors import MissingSeries
+from pensieve.units import NONE
 
 Floats = NDArray[np.float64]
 
@@ -314,3 +315,17 @@ def _student(freedom: int) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 1.0 - _TAIL))
+
+
+def estimated(found: Estimate | None) -> str:
+    """A value, its interval below it; a dash where there is none."""
+    if found is None:
+        return NONE
+    digits = 0 if abs(found.value) >= 99.95 else 1 if abs(found.value) >= 9.995 else 2
+    if found.ci_low is None or found.ci_high is None:
+        return _text(found.value, digits)
+    return f"{_text(found.value, digits)}\n[{_text(found.ci_low, digits)}, {_text(found.ci_high, digits)}]"
+
+
+def _text(value: float, digits: int) -> str:
+    return f"{round(value, digits) + 0.0:,.{digits}f}".replace("-", "−")  # + 0.0: no negative zero

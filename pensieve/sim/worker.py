@@ -1,20 +1,24 @@
-"""A worker that computes nothing and takes the time a cost model says, on a virtual clock. Imports no torch."""
+"""A worker that computes nothing and takes the time a cost model says, on a virtual clock; and which cost model a machine
+has. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pensieve.core.machine import CostModel
 from pensieve.core.plan import (
     CPU,
     GPU,
+    NO_DECODES,
     Decodes,
     Move,
     Moved,
@@ -26,8 +30,9 @@ from pensieve.core.plan import (
     StepResult,
 )
 from pensieve.core.request import TokenArray
-from pensieve.sim.cost import simulated_cost
-from pensieve.sim.roofline import Run
+from pensieve.sim.machine_profile import ProfiledCost, read_profile
+from pensieve.sim.measured import MeasuredCost
+from pensieve.sim.roofline import Roofline, Run
 from pensieve.specs import HardwareSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
@@ -35,6 +40,41 @@ STAGING_BYTES = 256 * 2**20
 """What may wait in memory to be written to a tier below; a chunk that finds it full is not written: no step waits for it."""
 
 _FEW = 12  # tokens that are drawn sooner one by one
+
+
+class SimulatedCost(CostModel, Protocol):
+    """Whole iterations and copies, beside the chunks that a cost model prices."""
+
+    def iteration_s(self, runs: Iterable[Run], sampled: int, decodes: Decodes = NO_DECODES) -> float:
+        """One iteration over attention rows of queries [start, stop) each, and decodes beside them; logits of `sampled`
+        positions."""
+        ...
+
+    def following_s(self, runs: Sequence[Run], sampled: int, decodes: Decodes, most: int) -> NDArray[np.float64] | None:
+        """So many iterations that follow one of these rows, each of which goes on by as many positions as it has. None: each
+        has to be asked for by itself."""
+        ...
+
+    def ran(self, iterations: int) -> None:
+        """So many of those that were told at once have run."""
+        ...
+
+    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
+        """Blocks over the link between CPU and GPU, in so many runs of blocks that are neighbours in both."""
+        ...
+
+    def extrapolated(self) -> dict[str, Any]:
+        """What was asked beyond what was measured, by term; empty: nothing."""
+        ...
+
+
+def simulated_cost(model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> SimulatedCost:
+    """By a profile of the whole machine, or tables of measured kernels, where it has either; else by its roofline."""
+    if hardware.profile is not None:
+        return ProfiledCost(read_profile(hardware.profile), model, hardware, chunk_tokens)
+    if hardware.terms.get("projections", "roofline") == "roofline":
+        return Roofline(model, hardware, chunk_tokens)
+    return MeasuredCost(model, hardware, chunk_tokens)
 
 
 class VirtualClock:

@@ -19,7 +19,7 @@ from pensieve.device.worker import TorchOptions
 from pensieve.errors import PensieveError
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.plugins.caches.windowed import WindowedCache
-from pensieve.sim.cost import simulated_cost
+from pensieve.sim.worker import simulated_cost
 from pensieve.specs import ModelSpec
 from tests.composed import checked
 from tests.exact import CheckedEngine, Paths

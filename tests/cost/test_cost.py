@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.sim.cost import Batches, MistakenCost, stateless_capacity
+from pensieve.lab.compose.build import Batches, stateless_capacity
+from pensieve.serve.systems.engine_system import MistakenCost
 from pensieve.sim.roofline import Roofline
 from tests.composed import replayed
 from tests.simulated import MACHINE, MODEL

@@ -22,10 +22,9 @@ from pensieve.lab.trial.machine import _grid, host_times, measure_beside, measur
 from pensieve.lab.trial.run import run_trial
 from pensieve.serve.systems import inline_system
 from pensieve.serve.systems.profiling import load_s, profile_of
-from pensieve.sim.cost import simulated_cost
 from pensieve.sim.machine_profile import Grid, MachineProfile, ProfiledCost, middle_of, read_profile
 from pensieve.sim.profile import powers_of_two
-from pensieve.sim.worker import SimulatedWorker, VirtualClock
+from pensieve.sim.worker import SimulatedWorker, VirtualClock, simulated_cost
 from tests.composed import composed, replayed
 
 POOL = 2048  # tokens of each tier

@@ -15,10 +15,10 @@ from pensieve.errors import ConfigError
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.plan import find_device, hardware_spec
 from pensieve.lab.compose.settings import HardwareConfig, ModelConfig
-from pensieve.sim.cost import simulated_cost
 from pensieve.sim.kernel_tables import AttentionGrid, nearest, read, tables_of
 from pensieve.sim.measured import MeasuredCost, _MeasuredAttention, attention_fit, graph_size, shape_of
 from pensieve.sim.tables import derive
+from pensieve.sim.worker import simulated_cost
 from pensieve.specs import ModelSpec
 from tests.shared_data import shared
 

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import text
 
 from pensieve.lab.compose.plan import plan_trial
-from pensieve.sim.cost import simulated_cost
+from pensieve.sim.worker import simulated_cost
 from tests.composed import checked
 from tests.test_holding import positions_s
 from tests.trial.running import run

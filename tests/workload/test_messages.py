@@ -10,9 +10,8 @@ import pytest
 
 from pensieve.lab.workload.base import WorkloadContext, said_end, unless_said
 from pensieve.lab.workload.chat import ChatWorkload
-from pensieve.serve.chat_template import ChatTemplate
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.tokenizer import HubTokenizer
+from pensieve.serve.tokenizer import ChatTemplate, HubTokenizer
 from tests.chat import CHATML, dialogue, save_tokenizer
 from tests.scripted import context
 

@@ -14,8 +14,7 @@ from scipy import stats
 from pensieve.errors import WorkerError
 from pensieve.lab.metrics import metric_of
 from pensieve.lab.statistics import CONFIDENCE, median
-from pensieve.lab.tables import Table
-from pensieve.units import NONE
+from pensieve.units import NONE, Table
 
 OURS = "ours"
 _WARM_CALLS = 2

@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 
 from pensieve.errors import ConfigError, HardwareMissing, PensieveError
-from pensieve.lab import tables
 from pensieve.lab.bench import TARGETS, Options
 from pensieve.lab.bench.case import Case, Measured, explain, interleaved, table
 from pensieve.lab.compose.plan import Device, cores, find_device
@@ -30,6 +29,7 @@ from pensieve.lab.trial.job import Job, Outcome, Tracking, device_lock, open_nam
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.terminal import say
 from pensieve.plugins.device.shelf import open_shelf
+from pensieve.units import grid
 
 REPETITIONS = "repetitions"
 TRIALS = ("serve",)  # targets made of trials: each takes the device for itself, which may be simulated
@@ -302,6 +302,6 @@ def _show(bench: Bench) -> None:
     if results := bench.results.get(bench.target):
         console = Console()
         console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-        console.print(tables.grid(table(results), f"bench {bench.target}", ("backend", "unit"), fold=True))
+        console.print(grid(table(results), f"bench {bench.target}", ("backend", "unit"), fold=True))
         for remark in (remark for case in results for remark in case.remarks):
             console.print(remark, markup=False, highlight=False)

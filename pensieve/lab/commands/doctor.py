@@ -21,11 +21,10 @@ from pensieve.lab.compose.model_files import local_weights
 from pensieve.lab.compose.plan import AUTO, cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
 from pensieve.lab.compose.settings import CacheConfig, HardwareConfig, ModelConfig
 from pensieve.lab.results.store import open_store
-from pensieve.lab.tables import grid
 from pensieve.lab.trial.sweep import installed
 from pensieve.lab.trial.terminal import console
 from pensieve.specs import ModelSpec
-from pensieve.units import format_bytes, parse_capacity
+from pensieve.units import format_bytes, grid, parse_capacity
 
 EXTRAS = {
     "triton": "Triton kernels on a GPU",

@@ -30,8 +30,7 @@ from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.size_map import NO_DISK, SETTINGS, Place, Question, SizeMap, read_map
 from pensieve.lab.reuse import reuse_of
-from pensieve.lab.statistics import Estimate
-from pensieve.lab.tables import Table, estimated, grid
+from pensieve.lab.statistics import Estimate, estimated
 from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking, open_tracking
 from pensieve.lab.trial.sweep import brief, draw_figures, figure_lines, performing, places, processes_here
 from pensieve.lab.trial.terminal import (
@@ -45,7 +44,7 @@ from pensieve.lab.trial.terminal import (
 )
 from pensieve.lab.workload.base import WorkloadPlan
 from pensieve.serve.books.holding import TIERS
-from pensieve.units import NONE, ceil_div, duration, parse_capacity, percent, significant
+from pensieve.units import NONE, Table, ceil_div, duration, grid, parse_capacity, percent, significant
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,10 @@ from pensieve.lab.workload.cache_state import in_state
 from pensieve.plugins.device import shelf
 from pensieve.plugins.engines.base import EngineSetup, OutsideEngine
 from pensieve.plugins.engines.system import OutsideSystem
-from pensieve.serve.chat_template import ChatTemplate
 from pensieve.serve.systems.base import AnsweringSystem, System, WallClock
-from pensieve.serve.tokenizer import ByteTokenizer, Tokenizer
-from pensieve.sim.cost import Batches, Lengths, simulated_cost, stateless_capacity
+from pensieve.serve.tokenizer import ByteTokenizer, ChatTemplate, Tokenizer
 from pensieve.sim.machine_profile import read_profile
-from pensieve.sim.worker import VirtualClock
+from pensieve.sim.worker import SimulatedCost, VirtualClock, simulated_cost
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes
 
@@ -48,6 +46,19 @@ if TYPE_CHECKING:
     from pensieve.plugins.tiers.disk_transfer import DiskOptions
     from pensieve.serve.systems.inline_system import InlineSystem
     from pensieve.serve.systems.threaded_system import ThreadedSystem
+
+
+Lengths = Sequence[tuple[int, int]]
+"""(tokens of the whole prompt, history included; tokens of the reply) of each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What bounds a batch. kv_tokens: of the pool that requests may fill; requests, positions: of one iteration."""
+
+    kv_tokens: int
+    requests: int
+    positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,3 +502,26 @@ def check_free_memory(plan: TrialPlan) -> None:
     """Check the memory that is free, once the trial holds the device. Raises HardwareMissing."""
     if not plan.device.simulated:
         check_memory(plan, free_device_bytes(plan.device))
+
+
+def stateless_capacity(cost: SimulatedCost, lengths: Lengths, batches: Batches) -> float:
+    """Requests a second that stateless serving finishes when it never lacks work.
+
+    Mean values of its steady state: as many requests run as the KV pool holds (or an iteration takes); each iteration
+    decodes a token for all of them and prefills the prompts of as many as finish. Queueing, suspension, the spread of lengths
+    and prompts that come whole rather than in even shares are left out: saturation lies near it, on either side (a simulated
+    A100: OPT-13B at 1.07 times, Llama 2-13B with 10 KV heads beyond 1.3 times). It is a unit of load, not a result.
+    """
+    assert lengths, "no request to take the mean of"
+    prompts = sum(prompt for prompt, _ in lengths)
+    replies = sum(reply for _, reply in lengths)
+    # A request holds its prompt and the reply so far, for as many iterations as its reply has tokens.
+    held = sum(reply * (prompt + reply / 2) for prompt, reply in lengths) / replies
+    prefilled = prompts / replies  # positions, for each one that is decoded
+    running = min(batches.requests, batches.kv_tokens / held, batches.positions / (1 + prefilled))
+    decodes = max(1, round(running))
+    chunk = round(decodes * prefilled)
+    middle = sum(prompt * prompt for prompt, _ in lengths) / prompts / 2  # the mean position of a prompt's tokens
+    start = max(0, round(middle - chunk / 2))
+    rows = [(round(held), round(held) + 1)] * decodes + ([(start, start + chunk)] if chunk else [])
+    return decodes * len(lengths) / replies / cost.iteration_s(rows, decodes)

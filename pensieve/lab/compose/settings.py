@@ -76,7 +76,7 @@ class CacheConfig(_Group):
 
 class SchedulerConfig(_Group):
     """composition: the function that makes a batch, by its `_target_`. The shares are of the GPU blocks. copy_ahead: see
-    scheduler.copy_ahead. cost_error, cost_error_context: see cost.mistaken."""
+    scheduler.copy_ahead. cost_error, cost_error_context: see engine_system.mistaken."""
 
     name: str
     composition: dict[str, Any]

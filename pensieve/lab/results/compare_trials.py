@@ -30,8 +30,7 @@ from pensieve.lab.results.frame import (
 from pensieve.lab.results.schema import Trial, current_trial
 from pensieve.lab.results.store import ResultsStore, slo_of
 from pensieve.lab.statistics import has_interval, paired_ratio
-from pensieve.lab.tables import grid
-from pensieve.units import NONE
+from pensieve.units import NONE, grid
 
 PAIRED = (
     "A / B: the geometric mean of the pairs' ratios (same seed, and same conversation where n counts conversations); of the "

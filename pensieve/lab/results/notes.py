@@ -26,7 +26,7 @@ from pensieve.lab.results.frame import (
 )
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.statistics import FEWEST_GROUPS, enough_for
-from pensieve.lab.window import HALVES_MAY_DIFFER
+from pensieve.lab.turns import HALVES_MAY_DIFFER
 from pensieve.lab.workload.base import BYTE_TOKENS, byte_notes, context_cuts, cut_by_context
 from pensieve.specs import ROUNDS_APART
 from pensieve.units import percent

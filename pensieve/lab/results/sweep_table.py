@@ -33,8 +33,7 @@ from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import TokenComparison, compare_tokens
 from pensieve.lab.statistics import Estimate
-from pensieve.lab.tables import grid
-from pensieve.units import NONE, percent, three_digits
+from pensieve.units import NONE, grid, percent, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,9 +22,9 @@ from pensieve.lab.results.frame import Frame, values_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.tables import NONE, grid
 from pensieve.lab.trial.job import MEASURED_AT
 from pensieve.lab.turns import Turns
+from pensieve.units import NONE, grid
 
 if TYPE_CHECKING:
     import pandas as pd  # a trial without a real run beside it does without these

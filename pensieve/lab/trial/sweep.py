@@ -46,7 +46,6 @@ from pensieve.lab.results.notes import MOSTLY, load_changed, noted
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import sweep_table
-from pensieve.lab.tables import grid
 from pensieve.lab.trial.command import Jobs, in_turn
 from pensieve.lab.trial.job import (
     LOG_FILE,
@@ -73,7 +72,7 @@ from pensieve.lab.trial.terminal import (
     sweep_is_closed,
 )
 from pensieve.plugins.device import shelf
-from pensieve.units import NONE, duration
+from pensieve.units import NONE, duration, grid
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from pensieve.core.request import Forced, Request, TokenArray, tokens_of
 from pensieve.errors import ConfigError
-from pensieve.serve.chat_template import ChatTemplate, user_line
 from pensieve.serve.record import TurnRecord
+from pensieve.serve.tokenizer import ChatTemplate, user_line
 
 if TYPE_CHECKING:
     from pensieve.lab.workload.vllm_run import RealRequest

@@ -27,8 +27,7 @@ from pensieve.plugins.engines import wire as messages
 from pensieve.plugins.engines.wire import KV, LOGITS, Array
 from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.base import Capabilities
-from pensieve.sim.cost import simulated_cost
-from pensieve.sim.worker import VirtualClock, drawn_token
+from pensieve.sim.worker import VirtualClock, drawn_token, simulated_cost
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import ceil_div, format_bytes
 

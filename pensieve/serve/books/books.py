@@ -14,8 +14,7 @@ from pensieve.core.machine import CostModel
 from pensieve.core.plan import CPU, GPU, Repeats, StepPlan, StepResult, Tier
 from pensieve.core.request import History, Request, TokenArray
 from pensieve.core.session import Run, Session, tokens_in
-from pensieve.serve.books.content import Content
-from pensieve.serve.books.holding import Held, Holding
+from pensieve.serve.books.holding import Content, Held, Holding
 from pensieve.serve.record import Cause, Loss, Miss, Missed, TurnRecord
 
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell

@@ -9,6 +9,8 @@ session that ran in it last. KV that a fork takes with it is the child's from th
 Amounts are whole block-nanoseconds, so that nothing is lost by rounding: those of all sessions add up to the integral
 of what the tier has given away. A block costs the same work however many there are: the time is subtracted when it comes
 and added when it goes.
+
+Beside it, what other sessions have had: how far a prompt could be found in blocks that were not computed for it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 from pensieve.core.facts import NOBODY_NOW
 from pensieve.core.plan import Tier
+from pensieve.core.session import BlockHash, Session
 
 TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
 
@@ -127,3 +130,61 @@ class Holding:
         """Whatever is below the CPU's tier counts as disk."""
         if blocks:
             self._accounts[number].change(TIERS.index(tier if tier in TIERS else "disk"), blocks, self.now_ns)
+
+
+class Content:
+    """Every full block that ever was part of a session, by content, and the number of the session whose it was
+    (None: of several).
+
+    It grows with all that is said, so it is kept only for trials, whose offline bound needs it.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._size = chunk_tokens
+        self._owner: dict[BlockHash, int | None] = {}
+        self._noted: dict[int, int] = {}  # session number -> leading blocks of it that are noted
+        self._unnoted: dict[int, Session] = {}  # sessions that have run since they were noted last
+
+    def findable(self, session: Session, partial: bool) -> tuple[int, int]:
+        """At most so many leading tokens of its prompt were in another session, and in any, up to this moment. partial: a
+        part of a block can be found."""
+        for other in list(self._unnoted.values()):
+            self._note(other)
+            if not other.running:
+                del self._unnoted[other.number]
+        size, length = self._size, len(session.tokens)
+        blocks = session.named(length, size)
+        counts = self._elsewhere(session.number, blocks), self._anywhere(blocks)
+        self._note(session)
+        self._unnoted[session.number] = session
+        beyond = size - 1 if partial else 0
+        elsewhere, anywhere = (min(count * size + beyond, length - 1) for count in counts)
+        return elsewhere, anywhere
+
+    def truncating(self, session: Session, length: int) -> None:
+        """Note what is about to go: it stays noted."""
+        self._note(session)
+        self._unnoted.pop(session.number, None)
+        self._noted[session.number] = min(length // self._size, self._noted[session.number])
+
+    def closed(self, session: Session) -> None:
+        """Stop following the session; what was said in it stays noted."""
+        self._note(session)
+        self._unnoted.pop(session.number, None)
+        self._noted.pop(session.number)
+
+    def _note(self, session: Session) -> None:
+        number, blocks = session.number, session.named(len(session.tokens), self._size)
+        for block in blocks[self._noted.get(number, 0) :]:
+            if self._owner.setdefault(block, number) != number:
+                self._owner[block] = None
+        self._noted[number] = len(blocks)
+
+    def _elsewhere(self, number: int, blocks: Sequence[BlockHash]) -> int:
+        """Count the leading blocks that another session has had."""
+        own = (index for index, block in enumerate(blocks) if self._owner.get(block, number) == number)
+        return next(own, len(blocks))
+
+    def _anywhere(self, blocks: Sequence[BlockHash]) -> int:
+        """Count the leading blocks that any session has had."""
+        return next((index for index, block in enumerate(blocks) if block not in self._owner), len(blocks))

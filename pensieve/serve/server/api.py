@@ -24,11 +24,10 @@ from pensieve.lab.compose.model_files import build_tokenizer, model_config
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
 from pensieve.lab.compose.settings import check, locate
 from pensieve.plugins.engines.ray_cluster import check_ray
-from pensieve.serve.chat_template import ChatTemplate
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import Asked, Conversation, Conversations, Mark, Message, message_keys
 from pensieve.serve.systems.base import AnsweringSystem
-from pensieve.serve.tokenizer import TextStream, Tokenizer, before_stop
+from pensieve.serve.tokenizer import ChatTemplate, TextStream, Tokenizer, before_stop
 from pensieve.units import percent
 
 if TYPE_CHECKING:

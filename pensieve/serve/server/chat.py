@@ -19,12 +19,11 @@ from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.model_files import check_weights, model_config
 from pensieve.lab.compose.settings import check_node
-from pensieve.lab.tables import grid
 from pensieve.lab.trial.terminal import console, say
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Generation, Server, Stream, server_of
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
-from pensieve.units import three_digits
+from pensieve.units import grid, three_digits
 
 SHIPPED = "five"
 SMALL_MODEL = "smollm2_135m_gguf"

@@ -28,8 +28,7 @@ from pensieve.core.session import tokens_in
 from pensieve.errors import WorkerError
 from pensieve.serve.record import Listener
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, EngineSystem
-from pensieve.sim.cost import simulated_cost
-from pensieve.sim.worker import SimulatedWorker, VirtualClock, drawn_tokens
+from pensieve.sim.worker import SimulatedWorker, VirtualClock, drawn_tokens, simulated_cost
 from pensieve.specs import ModelSpec
 
 

@@ -33,7 +33,7 @@ from pensieve.lab.results.prices import Prices
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Facts
 from pensieve.serve.books.books import PositionPrices
-from pensieve.sim.cost import simulated_cost
+from pensieve.sim.worker import simulated_cost
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes, parse_capacity
 

@@ -13,8 +13,7 @@ from pensieve.lab.commands.advise.advice import COMMON_EDGE, Advice, Outcome
 from pensieve.lab.commands.advise.causes import CAUSES, Split
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.statistics import Estimate
-from pensieve.lab.tables import Table, grid
-from pensieve.units import GIB, NONE, duration, format_bytes, percent, significant, three_digits
+from pensieve.units import GIB, NONE, Table, duration, format_bytes, grid, percent, significant, three_digits
 
 UNKNOWN = "unknown"
 
