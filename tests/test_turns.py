@@ -1,4 +1,5 @@
-"""Finished turns as columns in a file: what is read back is what was finished, and no record is kept for it."""
+"""Finished turns as columns in a file: what is read back is what was finished, and no record is kept for it. And the window
+in which they are measured."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from array import array
 import numpy as np
 import pytest
 
-from pensieve.lab.turns import TurnLog, Turns
+from pensieve.lab.turns import FEWEST_TURNS, TurnLog, Turns, find_window
 from pensieve.serve.record import TurnRecord
 
 
@@ -107,3 +108,100 @@ def test_a_finished_turn_leaves_few_bytes():
         tracemalloc.stop()
     print(f"{left:.1f} bytes a turn")
     assert left < 60
+
+
+# The window of their throughput
+
+
+def finished(session, finished_s, tokens=10, status="completed"):
+    return TurnRecord(session, 1, status=status, output_tokens=tokens, finished_s=finished_s)
+
+
+def steady(seconds=100, apart=0.5, lasts=2.0):
+    """One-turn conversations that arrive every `apart` seconds after a warm-up of 10 s, each `lasts` seconds long."""
+    arrivals = {f"s{index}": 10.0 + index * apart for index in range(int(seconds / apart) + 1)}
+    return [finished(session, at + lasts) for session, at in arrivals.items()], arrivals
+
+
+def window_of(turns, arrivals, load="partly open", warm_s=10.0, out_of_work_s=None):
+    return find_window(Turns.of(turns), load=load, warm_s=warm_s, arrivals_s=arrivals, out_of_work_s=out_of_work_s)
+
+
+def span(window):
+    return window.start_s, window.end_s
+
+
+def test_an_open_load_is_measured_while_the_second_half_of_its_conversations_arrives():
+    window = window_of(*steady(), "open")
+    assert span(window) == (60.0, 110.0)
+    assert (window.measured_from_s, window.ended_s) == (10.0, 112.0)
+    assert window.drain_share == pytest.approx(4 / 201)
+    assert window.flags == {}
+
+
+@pytest.mark.parametrize(
+    ("lasts", "flag", "told"),
+    [
+        (30.0, "not_steady", "three mean conversation durations of 30 s"),
+        (95.0, "few_turns", "Only 11 turns"),
+        (500.0, "none_in_window", "No turn finished in the measurement window of 50 s"),
+    ],
+)
+def test_baselines_of_a_seed_have_one_window_however_slow_they_are_and_a_slow_one_says_so(lasts, flag, told):
+    """A window that began after three of the baseline's own conversation durations, and gave way to the whole replay where
+    that left too little, measured the slower one over its drain and the faster one over a lull: 154 against 90 tokens/s
+    where the whole replays took 148 and 173."""
+    turns, arrivals = steady(lasts=lasts)
+    window = window_of(turns, arrivals)
+    assert span(window) == (60.0, 110.0)
+    assert told in window.flags[flag]
+    assert "late_warmup" not in window.flags
+    assert "late_warmup" in window_of(turns, arrivals, warm_s=70.0).flags
+    assert not ({"few_turns", "none_in_window"} - {flag}) & set(window.flags)
+
+
+def test_the_order_of_throughputs_is_that_of_the_times_taken():
+    """Conversations that come ever more quickly, of which the slower baseline finishes fewer in the same time."""
+    arrivals = {f"s{index}": 10.0 + 100.0 * (index / 99) ** 0.5 for index in range(100)}
+    rates, makespans = [], []
+    for lasts in (3.0, 17.0):
+        turns = [finished(session, at + lasts) for session, at in arrivals.items()]
+        window = window_of(turns, arrivals)
+        rates.append(sum(t.output_tokens for t in turns if window.start_s <= t.finished_s <= window.end_s))
+        makespans.append(window.ended_s - window.measured_from_s)
+    assert rates[0] > rates[1] and makespans[0] < makespans[1]
+
+
+def test_a_load_too_small_for_a_window_is_measured_whole_under_every_baseline():
+    for lasts in (0.1, 1.0, 40.0):
+        window = window_of(*steady(seconds=15, lasts=lasts))
+        assert (*span(window), window.drain_share) == (10.0, 25.0 + lasts, 0.0)
+        assert "fewer than 20 conversations" in window.flags["window"] and len(window.flags) == 1
+
+
+def test_a_closed_load_is_measured_until_the_first_user_has_nothing_left():
+    turns, arrivals = steady()
+    assert span(window_of(turns, arrivals, "closed", out_of_work_s=90.0)) == (10.0, 90.0)
+    assert span(window_of(turns, arrivals, "closed", warm_s=20.0)) == (20.0, 112.0)
+    for record in turns[:-5]:
+        record.status = "timeout"
+    assert "fewer than 20 turns finished" in window_of(turns, arrivals, "closed").flags["window"], (
+        "these fill no window"
+    )
+
+
+def test_halves_that_differ_are_flagged():
+    turns, arrivals = steady()
+    for record in turns:
+        record.output_tokens = 12 if record.finished_s > 85 else 10
+    assert "not steady" in window_of(turns, arrivals, "open").flags["halves"]
+
+
+def test_a_turn_that_ends_as_the_window_begins_is_in_it_as_throughput_counts_it():
+    """Twenty turns of a closed load, the first of which ends at once: the halves hold what the window holds. A turn that did
+    not complete has given nothing."""
+    turns = [finished(f"s{n}", float(n), 0 if n else 100) for n in range(FEWEST_TURNS)]
+    turns.append(finished("late", 15.0, 100, status="timeout"))
+    found = window_of(turns, {one.session: 0.0 for one in turns}, "closed", 0.0, float(FEWEST_TURNS))
+    assert found.start_s == 0.0
+    assert "100 and 0 output tokens" in found.flags["halves"]
