@@ -18,13 +18,9 @@ class Shelf:
     def __init__(self, *, cache: Workload = None):
         self.cache = cache
 
-class Open:
-    def __init__(self, *, users: int, **others):
-        self.users, self.others = users, others
-
 class Cache:
-    def __init__(self, *, policy, chunk_tokens: int, share: float = 1.0):
-        self.policy, self.share = policy, share
+    def __init__(self, *, policy, chunk_tokens: int, **others):
+        self.policy, self.others = policy, others
 """
 
 
@@ -56,17 +52,12 @@ def test_a_field_may_describe_an_object_and_have_a_class_of_ones_own_as_its_type
     assert factory("baseline", node("Shelf", cache="by name"))().cache == "by name"
 
 
-def test_a_target_with_open_arguments_takes_any_field():
-    made = factory("workload", node("Open", users="4", colour="red"))()
-    assert (made.users, made.others) == (4, {"colour": "red"})
-
-
-def test_the_caller_passes_what_it_says_it_gives():
-    made = factory("baseline", node("Cache", share=0.5), given=("policy", "chunk_tokens"))
-    policy = object()
-    assert made(policy=policy, chunk_tokens=32).policy is policy
-    with pytest.raises(ConfigError, match=r"baseline.chunk_tokens is unknown"):
-        factory("baseline", node("Cache", chunk_tokens=1), given=("policy", "chunk_tokens"))
+def test_the_caller_passes_what_it_says_it_gives_and_open_arguments_take_any_field():
+    made = factory("baseline", node("Cache", colour="red"), given=("policy", "chunk_tokens"))
+    cache = made(policy=(policy := object()), chunk_tokens=32)
+    assert cache.policy is policy and cache.others == {"colour": "red"}
+    with pytest.raises(ConfigError, match=r"workload.policy is unknown"):
+        factory("workload", node("Workload", users=1, policy=1), given=("policy",))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,6 @@ def test_the_caller_passes_what_it_says_it_gives():
         ({"user": 1, "users": 1}, "The field workload.user is unknown; did you mean workload.users?"),
         ({"users": "many"}, "workload.users='many' cannot be used"),
         ({}, "The field workload.users has no value"),
-        ({"users": [1, 2]}, "workload.users=[1, 2] cannot be used"),
     ],
 )
 def test_fields_are_held_against_the_signature(fields, sentence):
@@ -87,9 +77,7 @@ def test_fields_are_held_against_the_signature(fields, sentence):
 @pytest.mark.parametrize(
     ("dotted", "sentence"),
     [
-        ("pensieve.core.policies.nowhere.Nothing", "this version does not have it: CHANGELOG.md"),
         ("pensieve.core.policies.lru.Nothing", "this version does not have it: CHANGELOG.md"),
-        ("outside_module.Nothing", "cannot be found from the current folder"),
         ("no_such_module.Nothing", "cannot be found from the current folder"),
         ("older_module.Policy", "imports pensieve.eviction, and this version does not have it: CHANGELOG.md"),
         ("needy_module.Policy", "needs the package a_package_that_nobody_has"),

@@ -45,8 +45,7 @@ def test_a_real_trial_records_what_auto_resolved_to(compiler):
     ("words", "triton", "wanted"),
     [
         ((), True, {"attention": "triton", "graphs": "on", "copy_ahead": "auto", "dtype": "bfloat16"}),
-        ((), False, {"attention": "reference", "graphs": "off"}),
-        (("model.dtype=float32",), False, {"attention": "reference", "dtype": "float32"}),
+        (("model.dtype=float32",), False, {"attention": "reference", "graphs": "off", "dtype": "float32"}),
         (("cache.chunk_tokens=24",), True, {"attention": "reference"}),
         (("hardware.graphs=off",), True, {"graphs": "off"}),
         (("scheduler.copy_ahead=spare",), True, {"copy_ahead": "spare"}),

@@ -180,7 +180,6 @@ def test_each_sweep_shows_a_trial_under_its_own_objective_and_no_row_of_it_chang
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
-        (("workload.conversations=-1",), ConfigError),
         (("workload.conversations=1e12",), ConfigError),
         (("cache.gpu='256 tokens'",), CapacityError),
     ],
@@ -237,7 +236,7 @@ def test_a_cache_state_that_did_not_hold_invalidates_the_trial(tracking, monkeyp
     assert tracking.store.metrics_of(trial.id) == []
 
 
-@pytest.mark.parametrize("baseline", ["pensieve", "gpu_only", "stateless"])
+@pytest.mark.parametrize("baseline", ["pensieve", "stateless"])
 def test_two_engines_can_be_shown_to_match(tracking, baseline):
     outcome = run(tracking, "workload=prefix_invalidation", "workload.rounds=1", f"baseline={baseline}", words=())
     trial = tracking.store.trial(outcome.trial_id)

@@ -201,7 +201,7 @@ def test_simulated_time_is_read_at_even_moments(store):
     assert system.asked == 2  # once for each stretch in which a reading fell due
 
 
-@pytest.mark.parametrize("steps", [1, 100, 100_000])
+@pytest.mark.parametrize("steps", [1, 20_000])
 def test_a_trial_of_any_length_has_a_bounded_number_of_readings(store, steps):
     clock = VirtualClock()
     with Sampler(store, 1, gauges_of(Gauged(clock)), clock, 0.1, most=64):
@@ -214,7 +214,7 @@ def test_a_trial_of_any_length_has_a_bounded_number_of_readings(store, steps):
     assert times[-1] >= 100_000 - 2 * max(gaps)
 
 
-@pytest.mark.parametrize("baseline", ["pensieve", "prefix_cache", "llama_slots"])
+@pytest.mark.parametrize("baseline", ["pensieve", "llama_slots"])
 def test_a_trial_shows_what_it_held(tracking, baseline):
     outcome = run(tracking, f"baseline={baseline}", "workload.pressure=2")
     trial = tracking.store.trial(outcome.trial_id)

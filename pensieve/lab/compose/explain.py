@@ -9,11 +9,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pensieve.errors import PensieveError
@@ -64,17 +65,10 @@ def explain_crash(error: BaseException) -> str:
 
 def _of_the_users(error: BaseException) -> str | None:
     """The sentence where a policy, workload or baseline that is not of this package raised it, or one of its causes."""
-    for cause in _causes(error):
-        place = _line_of_the_user(cause)
-        if place:
-            return f"{place} raised {type(cause).__name__}: {_first_line(cause).rstrip('.')}; mend it and run again."
-    return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
+    place = _line_of_the_user(error)
+    if place:
+        return f"{place} raised {type(error).__name__}: {_first_line(error).rstrip('.')}; mend it and run again."
+    return None if error.__cause__ is None else _of_the_users(error.__cause__)
 
 
 def _line_of_the_user(error: BaseException) -> str | None:
@@ -120,36 +114,29 @@ def _composition(error: BaseException, arguments: Sequence[str], config_name: st
     if isinstance(error, ConfigCompositionException) and found:
         key = found[1]
         known = _known_keys(key, arguments, config_name)
-        within = [name for name in known if name.endswith(f".{key}")]
-        if within:
+        if within := [name for name in known if name.endswith(f".{key}")]:
             return f"There is no field or group {key!r}; did you mean {' or '.join(within)}?"
-        return ended(
-            f"There is no field or group {key!r}{nearest(key, (name for name in known if '.' not in name or '.' in key))}"
-        )
+        beside = (name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0])
+        return ended(f"There is no field or group {key!r}{nearest(key, beside)}")
     return _first_line(error).rstrip(".") + "."
 
 
 def _known_keys(key: str, arguments: Sequence[str], config_name: str) -> list[str]:
-    """The fields next to `key` that exist with the options that the command line chose, and in groups those of its name."""
+    """The fields that exist with the options that the command line chose."""
     chosen = [a for a in arguments if re.fullmatch(r"[a-z_]+=[\w-]+", a) and not a.startswith(key + "=")]
     begun = GlobalHydra().is_initialized()
     with nullcontext() if begun else initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
         for overrides in (chosen, []):
             with suppress(HydraException, OmegaConfBaseException):
-                return list(_field_names(compose(config_name=config_name, overrides=overrides), key))
+                return list(_names(OmegaConf.to_container(compose(config_name=config_name, overrides=overrides))))
     return []
 
 
-def _field_names(cfg: DictConfig, key: str) -> Iterator[str]:
-    parent = key.rpartition(".")[0]
-    node = OmegaConf.select(cfg, parent) if parent else cfg
-    if not isinstance(node, DictConfig):
-        node, parent = cfg, ""
-    for name in map(str, node):
-        if not name.startswith("_"):
-            yield f"{parent}.{name}" if parent else name
-            if not parent and isinstance(node.get(name), DictConfig):
-                yield from (f"{name}.{own}" for own in map(str, node[name]) if own == key)
+def _names(node: Any, under: str = "") -> Iterator[str]:
+    for name, value in node.items() if isinstance(node, dict) else ():
+        if not str(name).startswith("_"):
+            yield f"{under}{name}"
+            yield from _names(value, f"{under}{name}.")
 
 
 def _system(error: OSError) -> str:

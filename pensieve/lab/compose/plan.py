@@ -133,15 +133,14 @@ def find_device(hardware: HardwareConfig) -> Device:
             f"hardware.device={asked} needs a GPU that torch {torch.__version__} can use, and there is none; "
             "use hardware=cpu, or a simulated one such as hardware=sim_h100."
         )
-    index, there = int(asked.partition(":")[2] or 0), torch.cuda.device_count()
-    if index >= there:
-        raise HardwareMissing(f"hardware.device={asked} does not exist; this machine has {there} GPU(s).")
-    if index + hardware.gpus > there:
+    index = int(asked.partition(":")[2] or 0)
+    there = max(0, torch.cuda.device_count() - index)
+    if hardware.gpus > there:
         raise HardwareMissing(
-            f"hardware.gpus={hardware.gpus}: from cuda:{index} on this machine has {there - index} GPU(s); use "
-            f"hardware.gpus={there - index}, or simulate more with hardware=sim_a100_80g hardware.gpus={hardware.gpus}."
+            f"hardware.gpus={hardware.gpus}: from cuda:{index} on this machine has {there} GPU(s); ask for fewer, or "
+            f"simulate more with hardware=sim_a100_80g hardware.gpus={hardware.gpus}."
         )
-    taken = min(hardware.gpus * hardware.replicas, there - index)  # whether they suffice is for replicas to check
+    taken = min(hardware.gpus * hardware.replicas, there)  # whether they suffice is for replicas to check
     each = [torch.cuda.get_device_properties(index + number) for number in range(taken)]
     return Device(
         kind="cuda",

@@ -10,7 +10,7 @@ the median of the others, reckoned alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,14 +114,9 @@ def _served(turns: Turns) -> dict[str, RealRequest]:
 
 
 def _figures(requests: Sequence[RealRequest]) -> dict[str, float]:
-    columns: dict[str, Callable[[RealRequest], float | None]] = {
-        "ttft": lambda each: each.ttft_ms,
-        "tpot": lambda each: each.tpot_ms,
-        "latency": lambda each: each.latency_ms,
-    }
     figures: dict[str, float] = {}
-    for name, column in columns.items():
-        values = [value for value in map(column, requests) if value is not None]
+    for name in _TITLES:
+        values = [value for each in requests if (value := getattr(each, f"{name}_ms")) is not None]
         figures[f"{name}_mean"] = sum(values) / len(values)
         for percentile, share in PERCENTILES.items():
             figures[f"{name}_{percentile}"] = nearest_rank(values, share)
@@ -163,17 +158,12 @@ class Compared:
     unpaired: int = 0
 
 
-def furthest_rate(errors: Errors | None) -> float | None:
-    known = [] if errors is None else list(errors[list(_HITS)].dropna())
-    return max(known, key=abs, default=None)
-
-
 def within(errors: Errors | None) -> bool:
     """Hits may be unknown, where there is no history; what has no throughput or no first tokens is not within."""
     if errors is None:
         return False
-    found = (furthest_rate(errors) or 0.0, errors[FLOW], errors[TTFT])
-    return all(abs(e) <= limit for e, limit in zip(found, (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True))
+    hits = (errors[list(_HITS)].dropna().abs() <= HIT_POINTS).all()
+    return bool(hits and abs(errors[FLOW]) <= THROUGHPUT_PCT and abs(errors[TTFT]) <= TTFT_PCT)
 
 
 def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
@@ -207,9 +197,6 @@ def mean_of(errors: Iterable[Errors]) -> Errors:
 
 def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     """The table and the verdict_here of a sweep that ran on a machine and on its profile; None for any other."""
-    trials = [job.trial for job in store.trials_of_sweep(sweep_id) if job.trial is not None]
-    if len({trial.simulated for trial in trials}) < 2:
-        return None
     compared = compare(Frame(store, sweep_id))
     if not compared:
         return None

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from statistics import fmean
 from types import TracebackType
@@ -37,8 +37,7 @@ MOST_MOMENTS = 1_000
 MOMENTS_A_BATCH = 100
 """What a trial that is killed lacks of its last readings, at most: ten seconds."""
 MEANS = ("gpu_util_pct", "gpu_mem_util_pct", "cpu_util_pct", "power_w")
-_IDLE = ("idle", "iowait")
-_COUNTED_ELSEWHERE = ("guest", "guest_nice")  # Linux counts them as user and nice already
+_NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")  # Linux counts the last two as user and nice already
 
 log = logging.getLogger(__name__)
 
@@ -263,8 +262,9 @@ def device_metrics(sampler: Sampler, start_s: float, end_s: float, output_tok_s:
         if start_s <= one.at_s <= end_s and one.value is not None:
             inside[one.name].append((one.at_s, one.value))
     means = {name: fmean(value for _, value in found) for name, found in inside.items()}
-    power = _energy_rate_w(inside["energy_j"])
-    power = means.get("power_w") if power is None else power
+    power, energy = means.get("power_w"), inside["energy_j"]
+    if len(energy) > 1 and energy[-1][0] > energy[0][0]:  # the device's own counter misses no peak between two readings
+        power = (energy[-1][1] - energy[0][1]) / (energy[-1][0] - energy[0][0])
     memory = [one.value for one in readings if one.name == "memory_bytes" and one.value is not None]
     return [
         *(MetricValue(name, means.get(name), n=len(inside[name]), n_unit="samples") for name in MEANS),
@@ -272,13 +272,6 @@ def device_metrics(sampler: Sampler, start_s: float, end_s: float, output_tok_s:
         MetricValue("device_peak_bytes", max(memory, default=None), n=len(memory), n_unit="samples"),
         MetricValue("memory_bw_gbps", None),  # no device here counts the bytes of its memory, and none is estimated
     ]
-
-
-def _energy_rate_w(known: Sequence[tuple[float, float]]) -> float | None:
-    """From the device's own energy counter, which misses no peak between two readings; None below two readings."""
-    if len(known) < 2 or known[-1][0] <= known[0][0]:
-        return None
-    return (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0])
 
 
 # -- others on this machine -------------------------------------------------------------------------------------------
@@ -311,7 +304,7 @@ class Neighbours:
 def _busy_s() -> float:
     """Seconds that all cores together have worked since the machine started."""
     times = psutil.cpu_times()._asdict()
-    return float(sum(seconds for name, seconds in times.items() if name not in (*_IDLE, *_COUNTED_ELSEWHERE)))
+    return float(sum(seconds for name, seconds in times.items() if name not in _NOT_BUSY))
 
 
 NS = 10**9
@@ -346,15 +339,10 @@ def holding_metrics(
     found = []
     for tier in TIERS:
         own = [one for one in rows if one.tier == tier]
-        sums = {
-            "held_gib_s": sum(one.gib_s for one in own),
-            "held_idle_gib_s": sum(one.idle_gib_s for one in own),
-            "saved_s": sum(one.saved_s for one in own),
-        }
-        if own:
-            found += [
-                MetricValue(name, value, label=tier, n=len(own), n_unit="conversations") for name, value in sums.items()
-            ]
+        for name, column in (("held_gib_s", "gib_s"), ("held_idle_gib_s", "idle_gib_s"), ("saved_s", "saved_s")):
+            if own:
+                total = sum(getattr(one, column) for one in own)
+                found.append(MetricValue(name, total, label=tier, n=len(own), n_unit="conversations"))
     tokens = chunk_tokens
     while rows and tokens <= longest:
         found.append(MetricValue("prefill_s", prices.seconds(0, tokens), label=str(tokens)))

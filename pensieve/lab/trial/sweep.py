@@ -143,9 +143,7 @@ class OpenSweep:
         tracking = self._tracking()
         jobs = tracking.store.trials_of_sweep(self.membership.sweep_id)
         completed = len(jobs) >= self.membership.n_expected and all(job.last.status == "completed" for job in jobs)
-        with ThreadPoolExecutor(
-            1
-        ) as beside:  # another process draws while this one makes the table and writes to MLflow
+        with ThreadPoolExecutor(1) as beside:  # a process draws while this one makes the table and writes to MLflow
             drawn = None
             if tracking.kept and completed:
                 drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.membership.sweep_id)

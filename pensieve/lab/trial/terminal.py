@@ -79,7 +79,9 @@ def guarded(app: Callable[[], object], config_name: str = "config") -> None:
         with in_a_sentence(config_name):
             print(page(config_name, [text for text in arguments if not text.startswith("-")]))
         return
-    sys.argv[1:] = sorted(arguments, key=lambda text: not _stands_alone(text))
+    # Flags without a separate value go to the front: argparse wants all overrides in one piece.
+    flags = [text for text in arguments if text in ("-m", "--multirun") or (text.startswith("--") and "=" in text)]
+    sys.argv[1:] = [*flags, *(text for text in arguments if text not in flags)]
     remember_interrupts()
     if FULL_TRACE:
         app()
@@ -126,11 +128,6 @@ def in_a_sentence(config_name: str = "config", hydra_goes_on: bool = False) -> I
 def discard_output() -> None:
     """Nobody reads stdout any more: discard what is still printed, so that Python does not complain, even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _stands_alone(argument: str) -> bool:
-    """A flag without a separate value. Such flags go to the front, since argparse wants all overrides in one piece."""
-    return argument in ("-m", "--multirun") or (argument.startswith("--") and "=" in argument)
 
 
 def remember_interrupts() -> None:
