@@ -29,6 +29,7 @@ from pensieve.lab.compose.conf import as_meant
 
 INTERRUPTED = 130
 LOG_WIDTH = 120
+LINE_INTERVAL_S = 30.0
 KILLED = (
     "A process of the sweep was killed, most likely because memory ran out; run the same command again: it runs what is "
     "missing."
@@ -190,13 +191,15 @@ def sweep_is_closed() -> None:
 
 
 class TrialProgress:
-    """A bar of finished turns, where stderr is a terminal; `total` None where nobody knows how many there will be.
+    """A bar of finished turns, where stderr is a terminal; in a log a line now and then. `total` None where nobody knows how
+    many there will be.
 
     tokens/s are those of this machine's wall clock, simulated or not: they say how long the user will wait.
     """
 
     def __init__(self, title: str, total: int | None, shown: bool = True) -> None:
-        self._began = time.perf_counter()
+        self._began = self._told = time.perf_counter()
+        self._title, self._of, self._shown = title, f" of {total:,}" if total else "", shown
         self._bar: Progress | None = None
         if shown and sys.stderr.isatty():
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -207,9 +210,13 @@ class TrialProgress:
 
     def update(self, turns: int, tokens: int) -> None:
         """So many turns have finished, and so many output tokens have come, since the trial began."""
+        now = time.perf_counter()
+        rate = f"{tokens / max(now - self._began, 1e-9):,.0f} tok/s"
         if self._bar is not None:
-            rate = f"{tokens / max(time.perf_counter() - self._began, 1e-9):,.0f} tok/s"
             self._bar.update(self._task, completed=turns, rate=rate)
+        elif self._shown and now - self._told >= LINE_INTERVAL_S:
+            self._told = now
+            say(f"{self._title}: {turns:,}{self._of} turns, {rate}")
 
     def close(self) -> None:
         if self._bar is not None:
