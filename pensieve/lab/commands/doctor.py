@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from pensieve.compiler import compiler_version, find_compiler
 from pensieve.errors import EngineMissing, PensieveError, typed
+from pensieve.lab.commands.gpu_run import gpu_run
 from pensieve.lab.compose.build import GPU_USABLE
 from pensieve.lab.compose.conf import options, outputs_folder, read_option
 from pensieve.lab.compose.model_files import local_weights
@@ -57,6 +59,21 @@ class Machine:
     @property
     def dtype(self) -> str:
         return "float32" if self.kind == "cpu" else "bfloat16"
+
+
+def doctor(argv: Sequence[str] | None, description: str | None) -> int:
+    """The report, or the tests and benchmarks of a GPU. Raises PensieveError."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="ten minutes on a GPU: tests and benchmarks, in one file (docs/first_gpu_run.md)",
+    )
+    parser.add_argument(
+        "--cache", default="small", help="the cache option that fitting is judged with (default: small)"
+    )
+    asked = parser.parse_args(argv)
+    return gpu_run(Path(__file__).resolve().parents[3]) if asked.gpu else report(asked.cache)
 
 
 def report(cache_name: str = "small") -> int:

@@ -1,4 +1,5 @@
-"""pensieve results: what was recorded. A command of it is a function that returns its lines, or its exit status."""
+"""pensieve results and compare: what was recorded. A command of results is a function that returns its lines, or its exit
+status."""
 
 from __future__ import annotations
 
@@ -6,13 +7,31 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from pensieve.errors import ResultsError
 from pensieve.lab.compose.conf import outputs_folder
+from pensieve.lab.metrics import Slo
 from pensieve.lab.results import export
+from pensieve.lab.results.compare_trials import compare_trials, objective_of, select_trials
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.trial.terminal import console
+
+MAIN_METRICS = (
+    "ttft_ms_mean",
+    "ttft_ms_p99",
+    "tpot_ms_mean",
+    "normalized_latency_ms_mean",
+    "throughput_*",
+    "*hit_rate",
+    "miss_rate",
+)
+COMPARE_EPILOG = """A and B: a sweep's id, "latest", or conditions such as sweep=latest,baseline=pensieve or
+model=tiny,workload.users=6 (columns of table trial, or dotted fields of the configuration).
+Example: python runners/compare.py sweep=latest,baseline=pensieve sweep=latest,baseline=stateless
+Latencies are paired by seed and conversation. Everything else is paired by seed: one value a trial, and an
+interval from five seeds on. "A / B" is the geometric mean of the pairs' ratios."""
 
 
 def results(argv: Sequence[str] | None, description: str | None) -> int:
@@ -113,3 +132,36 @@ def _to_mlflow(store: ResultsStore, _: argparse.Namespace) -> Iterable[str]:
     from pensieve.lab.results.mlflow_runs import sync_mlflow
 
     return [f"{sync_mlflow(outputs_folder(), store)} trials were written to MLflow from {store.database.shown}."]
+
+
+def compare(argv: Sequence[str] | None, description: str | None) -> int:
+    """Raises PensieveError."""
+    parser = argparse.ArgumentParser(
+        description=description, epilog=COMPARE_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("a", metavar="A")
+    parser.add_argument("b", metavar="B")
+    parser.add_argument(
+        "--metrics", default=",".join(MAIN_METRICS), help="names, * allowed, comma between (default: the main ones)"
+    )
+    parser.add_argument("--all", action="store_true", help="every metric that both have")
+    parser.add_argument(
+        "--allow-mixed",
+        action="store_true",
+        help="compare trials of several kinds (simulated and real, contended, other weights or code); it says so",
+    )
+    for name, what in (("ttft", "the first token"), ("tpot", "each further token")):
+        parser.add_argument(
+            f"--slo-{name}-ms", type=float, help=f"the limit that goodput goes by: {what} (default: the sweep's)"
+        )
+    parser.add_argument("--url-env", help="environment variable with the database's URL (default: outputs/results.db)")
+    options = parser.parse_args(argv)
+    wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
+    store = opened(options.url_env)
+    words = (options.a, options.b)
+    a, b = (select_trials(store, one) for one in words)
+    asked = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
+    slo = asked if asked != Slo() else objective_of(store, *words)
+    found = compare_trials(store, a, b, options.allow_mixed, slo)
+    console().print(found.table(lambda name: any(fnmatch(name, pattern) for pattern in wanted)))
+    return 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -244,6 +245,14 @@ def computed(load: Load, question: Question, config: TrialConfig) -> Question:
 
 
 # -- the command --------------------------------------------------------------------------------------------------------
+
+
+def size_command(cfg: DictConfig) -> int:
+    """What `pensieve size` does once Hydra has composed the configuration."""
+    hydra = HydraConfig.get()
+    if hydra.mode is not None and hydra.mode.name == "MULTIRUN":
+        sys.exit("A map is a sweep of its own: leave -m out, and give sizes as size.gpu=[4GB,8GB].")
+    return size(cfg, list(hydra.overrides.task), Path(hydra.runtime.output_dir))
 
 
 def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:

@@ -7,15 +7,28 @@ from statistics import median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from omegaconf import DictConfig
 from rich.console import Console
 
-from pensieve.lab.commands.advise.advice import COMMON_EDGE, Advice, Outcome
+from pensieve.lab.commands.advise.advice import COMMON_EDGE, Advice, Outcome, advise
 from pensieve.lab.commands.advise.causes import CAUSES, Split
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.statistics import Estimate
+from pensieve.lab.trial.terminal import console, say
 from pensieve.units import GIB, NONE, Table, duration, format_bytes, grid, percent, significant, three_digits
 
 UNKNOWN = "unknown"
+
+
+def advise_page(cfg: DictConfig) -> int:
+    """What `pensieve advise` does: the page of its advice in the terminal and in a file."""
+    advice = advise(cfg, say)
+    page = page_of(advice)
+    show(page, console())
+    to = Path(advice.settings.to or advice.source.path.with_suffix(".advice.html")).expanduser()
+    to.write_text(render(page), encoding="utf-8")
+    print(f"Page:     {to}")
+    return 0
 
 
 def page_of(advice: Advice) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -40,8 +41,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def record(asked: argparse.Namespace) -> int:
+def record(argv: Sequence[str] | None, description: str | None) -> int:
     """Raises ConfigError for arguments that make no sense, MalformedInput for a file that cannot be converted."""
+    asked = parser(description).parse_args(argv)
     if asked.kv_events is not None:
         if asked.source is None:
             raise ConfigError("--kv-events needs vLLM's request log too: --from vllm.log.")
