@@ -109,11 +109,11 @@ def test_a_process_is_told_its_share_and_closing_ends_requests_that_ray_never_an
 def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """One Ray for both, since it takes seconds to start."""
     pytest.importorskip("ray")
-    from pensieve.plugins.engines.ray_cluster import ray_cluster
+    from pensieve.plugins.engines.ray_agents import ray_cluster
 
     setup = setup_of()
     module, before = plain_module(setup), _descendants()
-    with ray_cluster(2):
+    with ray_cluster(2, 0, True):
         first = _actors_until_memory_ends(setup, module)
         _tasks_keep_nothing(setup, first)
     assert not _descendants() - before, "Ray ends with the block that began it"

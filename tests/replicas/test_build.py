@@ -11,7 +11,6 @@ from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.lab.compose.build import _weights_memory_bytes
 from pensieve.lab.compose.plan import find_device, memory_limit_bytes, plan_trial
 from pensieve.lab.compose.settings import check
-from pensieve.lab.trial.job import device_facts
 from pensieve.plugins.replicas import system as build_module
 from pensieve.plugins.replicas.system import build_replicas
 from tests.composed import checked
@@ -22,7 +21,7 @@ REAL = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
 def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_cores():
     config = checked(*REAL, "hardware.replicas=2", "hardware.router=random", "eviction=lru")
     plan = plan_trial(config)
-    one = check(build_replicas(plan, 2, "random").replicas.fields)
+    one = check(build_replicas(plan, 2, "random").fields)
     assert (one.hardware.replicas, one.hardware.router) == (1, "single")
     threads = one.hardware.threads
     assert threads is not None and 1 <= threads <= max(1, build_module.physical_cores() // 2)
@@ -31,18 +30,18 @@ def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_
     given, got = config.hardware.model_dump(), one.hardware.model_dump()
     assert {name for name in given if got[name] != given[name]} == {"threads", "replicas", "router"}
     given = plan_trial(checked(*REAL, "hardware.threads=3"))
-    assert build_replicas(given, 4, "affinity").replicas.fields["hardware"]["threads"] == 3
+    assert build_replicas(given, 4, "affinity").fields["hardware"]["threads"] == 3
 
 
 def test_replicas_share_the_memory_and_those_that_do_not_fit_together_are_refused_before_any_starts(monkeypatch):
     """By its share a replica packs its weights, or does not."""
     plan = plan_trial(checked(*REAL, "hardware.cpu_memory=8GiB"))
-    given = [check(build_replicas(plan, most, "affinity").replicas.fields) for most in (1, 2, 4)]
+    given = [check(build_replicas(plan, most, "affinity").fields) for most in (1, 2, 4)]
     assert [memory_limit_bytes(one.hardware) for one in given] == [8 * 2**30, 4 * 2**30, 2 * 2**30]
     beside = [_weights_memory_bytes(plan_trial(one)) for one in given]
     assert beside == [8 * 2**30 // most - plan.gpu_bytes - plan.cpu_bytes for most in (1, 2, 4)]
     plan = plan_trial(checked(*REAL))
-    assert build_replicas(plan, 2, "affinity").replicas.fields["hardware"]["cpu_memory"] is None
+    assert build_replicas(plan, 2, "affinity").fields["hardware"]["cpu_memory"] is None
     need = plan.model.weight_bytes + plan.gpu_bytes + plan.cpu_bytes + plan.activation_bytes
     monkeypatch.setattr(build_module, "free_device_bytes", lambda _: 3 * need)
     build_replicas(plan, 3, "affinity")
@@ -77,8 +76,3 @@ def test_a_gpu_by_its_number_is_refused_for_replicas(monkeypatch):
     on_gpu = replace(plan, config=config, device=replace(plan.device, kind="cuda", name="cuda:1"))
     with pytest.raises(ConfigError, match=r"hardware\.device=cuda:1 .*use hardware\.device=cuda\.$"):
         build_replicas(on_gpu, 2, "affinity")
-
-
-def test_real_replicas_are_marked_by_their_ray():
-    assert "ray" in device_facts(plan_trial(checked(*REAL)))
-    assert "ray" not in device_facts(plan_trial(checked("hardware=cpu", "model.weights=random")))

@@ -1,40 +1,28 @@
-"""Turns over several engines, which stand in this process for actors: a replica that ends costs time, and no reply."""
+"""Turns over several engines, which threads of this process stand in for: a replica that ends costs time, and no reply."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import SimpleNamespace
+from multiprocessing import Pipe
 
 import pytest
 
 from pensieve.core.request import Fork, History, Length, Request, Sampling, tokens_of
 from pensieve.errors import EngineFailed
 from pensieve.plugins.cluster.routing import affinity
-from pensieve.plugins.replicas import actors as actors_module
 from pensieve.plugins.replicas import engine as engine_module
-from pensieve.plugins.replicas.actors import Actors, Replica
-from pensieve.plugins.replicas.engine import EngineReplica
-from pensieve.plugins.replicas.system import ATTEMPTS, ReplicaSystem
+from pensieve.plugins.replicas import system as system_module
+from pensieve.plugins.replicas.engine import Described, EngineReplica
+from pensieve.plugins.replicas.system import ATTEMPTS, Replica, ReplicaSystem
 from pensieve.serve.systems.base import WallClock
 from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
 from tests.engines.test_process import until
 
 COUNT = 3
-
-
-class RayError(Exception):
-    """As Ray tells that a call failed. cause: what was raised there."""
-
-    cause: Exception | None = None
-
-
-class RayActorError(RayError):
-    """As Ray tells that an actor's process is gone."""
+LATER_S = 1e6  # of a replica's clock, beside the caller's
 
 
 class Positional(HeldWorker):
@@ -57,82 +45,83 @@ class Positional(HeldWorker):
 
 
 class OpenedByCancel(PricedSystem):
-    """Its worker computes again when a cancellation has come."""
+    """Its worker computes again when a cancellation has come. served: the methods that were called."""
 
     _worker: Positional
 
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.served = []
+
     def cancel(self, request_id, status):
+        self.served.append("cancel")
         super().cancel(request_id, status)
         self._worker.gate.set()
 
+    def release(self, session, tenant="", left=None):
+        self.served.append("release")
+        super().release(session, tenant, left)
+
+
+class LateClock(WallClock):
+    def now_ns(self):
+        return super().now_ns() + round(LATER_S * 1e9)
+
 
 class StandIn(EngineReplica):
-    """An engine of this process. left: parts of answers until it dies; None: it lives. mute, failing: what is no turn gets no
-    answer, or an error. served: the methods that were called."""
+    """An engine of this process, and what EngineProcess has of one. left: events of requests that it tells until it dies;
+    None: it lives. mute: what is no turn gets no answer. asked: how often somebody wanted to know what it counts."""
 
     lasts = None  # what `left` is at first
 
-    def __init__(self):
-        clock = WallClock()
+    def __init__(self, refuses=None):
+        self.receives, answers = Pipe(duplex=False)
+        commands, self.sends = Pipe(duplex=False)
+        clock = LateClock()
         self.worker = Positional(clock)
-        self._system = OpenedByCancel(worker=self.worker, clock=clock, **parts())
-        self.left, self.refuses = self.lasts, None
-        self.mute = self.failing = False
-        self.served = []
+        super().__init__(OpenedByCancel(worker=self.worker, clock=clock, **parts()), answers, LATER_S)
+        self.system, self.left, self.refuses = self._system, self.lasts, refuses
+        self.mute, self.asked = False, 0
         self.died = threading.Event()
+        threading.Thread(target=self._run, args=(commands,), daemon=True).start()
 
-    def _start(self, fields):
-        if self.refuses is not None:
-            raise self.refuses
-        self._origin_s = 1e9  # another clock than the caller's
-        report = self._system.start()
-        return engine_module.Described(report, self._system.settings(), self._system.chunk_tokens)
+    def _run(self, commands):
+        with suppress(EOFError, OSError):
+            self.fields, _ = commands.recv()
+            if self.refuses is not None:
+                self._answers.send(self.refuses)
+                return
+            report = self.system.start()
+            self._answers.send(Described(report, self.system.settings(), self.system.chunk_tokens))
+            self.serve(commands)
 
-    async def lives(self):
-        while not self.died.is_set():
-            await asyncio.sleep(0.005)
-        raise RayActorError
+    def _report(self, sessions):
+        self.asked += 1
+        return super()._report(sessions)
 
+    def _tell(self, number, said):
+        if number is None and self.left is not None:
+            if not self.left:
+                self.die()
+            self.left -= 1
+        if not self.died.is_set() and not (self.mute and number is not None):
+            super()._tell(number, said)
 
-class Handle:
-    """What Ray gives for an actor."""
+    def die(self):
+        if not self.died.is_set():
+            self.died.set()
+            self._answers.close()
 
-    def __init__(self, one):
-        self.one = one
-
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *given: self.call(name, *given), options=lambda **_: self.stream(name))
-
-    async def call(self, name, *given):
-        one = self.one
-        one.served.append(name)
-        if name not in ("start", "lives"):
-            if one.mute:
-                await asyncio.Event().wait()
-            if one.failing or one.died.is_set():
-                raise RayActorError
+    def first_word(self, timeout_s):
         try:
-            return await getattr(one, name)(*given)
-        except EngineFailed as error:
-            failed = RayError()
-            failed.cause = error
-            raise failed from error
+            return self.receives.recv()
+        except EOFError:
+            raise EngineFailed("ended before it was ready") from None
 
-    def stream(self, name):
-        async def promised(part):
-            return part
-
-        async def streamed(request):
-            async for whole in getattr(self.one, name)(request):
-                for part in [whole] if not whole else [[event] for event in whole]:
-                    if self.one.left is not None:
-                        self.one.left -= 1
-                    if self.one.died.is_set() or self.one.left == -1:
-                        self.one.died.set()
-                        raise RayActorError
-                    yield promised(part)
-
-        return SimpleNamespace(remote=streamed)
+    def close(self):
+        self.die()
+        self.sends.close()
+        self.worker.gate.set()
 
 
 class Heard:
@@ -165,41 +154,34 @@ class Heard:
         return turn
 
 
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch):
-    exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=exceptions, kill=lambda handle: None))
-    monkeypatch.setattr(engine_module._Relay, "failed", lambda self, error: None)  # it would end this process
-    monkeypatch.setattr(actors_module, "RETRY_S", 0.02)
-
-
 @contextmanager
 def replicas(router="affinity", refuses=None):
     """The system, and all stand-ins that were begun. refuses: why none of them starts."""
     begun = []
 
-    def made(_):
-        begun.append(StandIn())
-        begun[-1].refuses = refuses
-        return Handle(begun[-1])
+    def ours(*_, **__):
+        begun.append(StandIn(refuses))
+        return begun[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Actors, "_made", made)
-        patch.setattr(actors_module, "ray_cluster", lambda *_, **__: nullcontext())
-        system = ReplicaSystem(Actors({}, COUNT), router)
+        patch.setattr(system_module.EngineProcess, "ours", ours)
+        patch.setattr(engine_module.os, "_exit", lambda status: None)  # it would end this process
+        patch.setattr(engine_module.logging, "shutdown", lambda: None)
+        patch.setattr(system_module, "RETRY_S", 0.02)
+        system = ReplicaSystem({}, COUNT, router)
         try:
             system.start()
             yield system, begun
         finally:
             system.close()
             for one in begun:
-                one.worker.gate.set()
-                one._system.close()
+                one.close()
+                one.system.close()
 
 
 def home(system, session):
     """The stand-in that served its last turn."""
-    return system._home[session].actor.one
+    return system._home[session].process
 
 
 def ask(system, number, session, turn, prompt, tokens=6, **fields):
@@ -230,7 +212,7 @@ def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_send
     with replicas() as (system, _):
         records = {name: talk(system, f"alice/{name}", 3, 10 * place) for place, name in enumerate("abcdef")}
         homes = {name: system._home[f"alice/{name}"].number for name in records}
-        assert {one.in_flight for one in system.replicas.up} == {0}
+        assert {one.in_flight for one in system.up} == {0}
     fleet = [Replica(number, None) for number in range(COUNT)]
     for name, turns in records.items():
         request = Request(0, f"alice/{name}", 1, tokens_of([]), Length(1))
@@ -286,7 +268,7 @@ def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts)
         turn = heard.turn
         assert lost.died.is_set() and home(system, "a") is not lost
         assert system._counted["restarted_requests"] == 1
-        assert until(lambda: [one.number for one in system.replicas.up] == [0, 1, 2]) and len(begun) == COUNT + 1
+        assert until(lambda: [one.number for one in system.up] == [0, 1, 2]) and len(begun) == COUNT + 1
         talk(system, "a", 1, 200)
         assert system._home["a"].number == number, "it hashes to the number still"
     assert heard.tokens == list(undisturbed[2].token_ids) == list(turn.token_ids)
@@ -309,19 +291,19 @@ def test_a_request_that_ends_every_replica_fails_in_the_end(monkeypatch):
 
 def test_turns_wait_while_no_replica_is_up_and_a_start_that_fails_is_tried_again():
     with replicas() as (system, begun), pytest.MonkeyPatch.context() as patch:
-        make, tries = Actors._made, []
+        make, lost = system_module.EngineProcess.ours, list(begun)
 
-        def refusing(actors):
-            tries.append(made := make(actors))
-            made.one.refuses = EngineFailed("no room") if len(tries) <= COUNT else None
+        def refusing(*given, **more):
+            made = make(*given, **more)
+            made.refuses = EngineFailed("no room") if len(begun) <= 2 * COUNT else None
             return made
 
-        patch.setattr(Actors, "_made", refusing)
-        for one in list(begun):
-            one.died.set()
-        assert until(lambda: system.replicas.up == [])
+        patch.setattr(system_module.EngineProcess, "ours", refusing)
+        for one in lost:
+            one.die()
+        assert until(lambda: system.up == [])
         assert ask(system, 1, "a", 1, message(1)).turn.status == "completed"
-        assert until(lambda: len(system.replicas.up) == COUNT) and len(tries) == 2 * COUNT
+        assert until(lambda: len(system.up) == COUNT) and len(begun) == 3 * COUNT
 
 
 def test_why_no_replica_starts_is_told_in_the_words_of_our_own_error():
@@ -333,7 +315,7 @@ def test_why_no_replica_starts_is_told_in_the_words_of_our_own_error():
 def test_a_reply_that_comes_out_otherwise_is_not_gone_on_with():
     with replicas() as (system, begun):
         for number, one in enumerate(begun):
-            one.left, one.worker.shift = 4, number
+            one.left, one.worker.shift = 3, number
         heard = ask(system, 1, "a", 1, message(1))
         assert heard.turn.status == "failed" and len(heard.tokens) == 3
         assert list(heard.turn.token_ids) == heard.tokens and system._counted["restarted_requests"] == 1
@@ -349,7 +331,7 @@ def test_who_cancels_is_heard_by_the_replica_that_serves_and_no_other():
         turn = heard.turn
         assert turn.status == "cancelled" and 0 < turn.output_tokens < 200 and turn.stands
         assert list(turn.token_ids[: len(heard.tokens)]) == heard.tokens
-        assert [one for one in begun if "cancel" in one.served] == [home(system, "a")]
+        assert [one for one in begun if "cancel" in one.system.served] == [home(system, "a")]
 
 
 def test_times_are_those_of_the_callers_clock_and_a_cold_cache_is_cold_everywhere():
@@ -377,7 +359,7 @@ def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from():
         assert all(parent is child for parent, child in homes) and len(set(homes)) > 1
         system.release("talk 0 fork")
         assert "talk 0 fork" not in system._home and "talk 0 fork" not in system._family
-        assert until(lambda: "release" in homes[0][0].served)
+        assert until(lambda: "release" in homes[0][0].system.served)
 
 
 def counted(system):
@@ -392,32 +374,29 @@ def test_counts_neither_dip_nor_double_whatever_a_replica_does_and_gauges_are_of
         assert before["steps"] > 0 and before["batched_tokens"] > 120
         assert system.places("a").count("G") and not system.places("nobody")
         assert system.gauges()["replicas"] == (3, "replicas")
-        lost.failing = True
-        assert counted(system) == before, "one that fails to answer"
-        lost.failing = False
         assert counted(system) == before, "counted once, however often somebody asks"
-        lost.died.set()
+        lost.die()
         assert until(lambda: system.places("a") == "")
         assert counted(system) == before, "one that has ended"
-        assert until(lambda: len(system.replicas.up) == COUNT)
+        assert until(lambda: len(system.up) == COUNT)
 
 
 def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch):
     with replicas() as (system, begun):
-        monkeypatch.setattr(actors_module, "PLACES_S", 1e6)
-        monkeypatch.setattr(actors_module, "GLANCE_S", 0.05)
-        monkeypatch.setattr(actors_module, "CALL_S", 0.2)
+        monkeypatch.setattr(system_module, "PLACES_S", 1e6)
+        monkeypatch.setattr(system_module, "GLANCE_S", 0.05)
+        monkeypatch.setattr(system_module, "CALL_S", 0.2)
         talk(system, "a", 2)
         for one in begun:
             one.mute = one is not home(system, "a")
         ends = time.monotonic() + PATIENCE_S
         while not system.counters().get("steps"):  # the one that answers is told of, as soon as it is quick enough
             assert time.monotonic() < ends
-        system.replicas._told_at = float("-inf")
+        system._told_at = float("-inf")
         assert system.places("a").count("G")
-        asked = sum(len(one.served) for one in begun)
+        asked = sum(one.asked for one in begun)
         assert system.places("a").count("G") and system.gauges()
-        assert sum(len(one.served) for one in begun) == asked
+        assert sum(one.asked for one in begun) == asked
 
 
 def test_requests_under_way_are_told_when_the_system_is_closed():
@@ -433,11 +412,8 @@ def test_requests_under_way_are_told_when_the_system_is_closed():
 
 
 def test_an_engine_that_crashed_ends_its_process(monkeypatch):
-    monkeypatch.undo()
     ended = []
-    monkeypatch.setattr(engine_module.logging, "shutdown", lambda: None)
-    monkeypatch.setattr(engine_module.os, "_exit", ended.append)
-    loop = asyncio.new_event_loop()
-    engine_module._Relay(loop).failed(engine_module.WorkerError("The engine stopped."))
-    loop.close()
+    with replicas() as (_, [one, *_others]):
+        monkeypatch.setattr(engine_module.os, "_exit", ended.append)
+        one.failed(engine_module.WorkerError("The engine stopped."))
     assert ended == [engine_module.CRASHED]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.plugins.engines.ray_cluster import own_environment
+from pensieve.plugins.engines.ray_agents import own_environment
 
 CHECKOUT = Path(__file__).parents[2]
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2", "seed=0,1")

@@ -53,7 +53,6 @@ from pensieve.lab.results.mlflow_runs import remote_url
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.trial.terminal import remember_interrupts, say
 from pensieve.plugins.device import shelf
-from pensieve.plugins.engines.ray_cluster import ray_version
 
 MEASURED_AT = "machine_measured_at"
 """In a real trial's column `engine`: when the profile was measured that it wrote beside itself."""
@@ -186,7 +185,6 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     recorded = hardware.graphs == "auto" and kind == "cuda" and attention == CAPTURED and not plan.device.divided
     return {
         **device,
-        **({} if hardware.router == "single" else {"ray": ray_version()}),
         "threads": hardware.threads or physical_cores(),
         **_waiting(plan),
         "dtype": plan.model.dtype,

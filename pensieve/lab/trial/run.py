@@ -75,7 +75,6 @@ from pensieve.lab.workload.base import OfRealRun, Workload, WorkloadPlan
 from pensieve.lab.workload.cache_state import check_start, contamination, unverified
 from pensieve.plugins.device import shelf
 from pensieve.plugins.engines.process import MemoryWatch, this_process, with_children
-from pensieve.plugins.engines.ray_cluster import check_ray
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import System
 from pensieve.serve.systems.engine_system import EngineSystem
@@ -437,8 +436,7 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
 
 
 def _replicas(plan: TrialPlan) -> System:
-    """Real ones. Raises EngineMissing where Ray is not installed."""
-    check_ray("hardware.replicas above 1")
+    """Real ones."""
     from pensieve.plugins.replicas.system import build_replicas
 
     return build_replicas(plan, plan.config.hardware.replicas, plan.config.hardware.router)

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import os
+import secrets
+import sys
 import threading
 import time
 from abc import abstractmethod
 from array import array
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
-from pensieve.errors import MemoryRanOut, RequestFailed, RequestRefused, refused
+from pensieve.errors import EngineMissing, MemoryRanOut, RequestFailed, RequestRefused, refused
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
-from pensieve.plugins.engines.process import MemoryWatch
-from pensieve.plugins.engines.ray_cluster import check_ray, ray_cluster, ray_version
+from pensieve.plugins.engines.process import EngineProcess, MemoryWatch, free_port
 from pensieve.plugins.engines.weights import model_folder
 from pensieve.serve.systems.base import Capabilities
 from pensieve.units import ceil_div, format_bytes
 
 WAKE_S = 0.25  # how long Ray is waited for before whoever waits looks whether this engine is being closed
 GPU_SHARE = 0.01  # so that the device's memory is the limit, and not Ray's count of devices
+LOOPBACK = "127.0.0.2"
+"""Ray takes 127.0.0.1 to mean the machine's outer address; every other address of the loopback network stays what it is."""
+STORE_BYTES = 80_000_000  # requests and replies are small; 75 MB is the least that Ray takes
+START_S = 120.0
+READY = "Ray runtime started"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +79,13 @@ class _RayAgents(OutsideEngine):
         """Ids of those that hold a model or are about to, in the order in which they were started."""
 
     def check(self) -> None:
-        check_ray(f"baseline={self._setup.baseline}")
+        if find_spec("ray") is None:
+            raise EngineMissing(
+                f"baseline={self._setup.baseline} needs Ray; install it with pip install 'pensieve-lab[ray]'."
+            )
 
     def identity(self) -> dict[str, str]:
-        return {"ray": ray_version()}
+        return {"ray": version("ray") if find_spec("ray") else "none"}
 
     def start(self) -> StartReport:
         """Starts Ray, and no model: that is the agents' own, or the steps'."""
@@ -81,11 +94,11 @@ class _RayAgents(OutsideEngine):
         folder = model_folder(setup)  # as any model comes: a file that each process reads
         self._setup = replace(setup, weights=str(folder), tokenizer=None)
         killer = setup.memory_bytes is None
-        self._open.enter_context(ray_cluster(setup.threads, 1 if self._gpu_share else 0, killer=killer))
+        self._open.enter_context(ray_cluster(setup.threads, 1 if self._gpu_share else 0, killer))
         self._open.enter_context(self._watch)
         settings = {
             "engine": "Ray",
-            "version": ray_version(),
+            "version": version("ray"),
             "weights_folder": Path(folder).name,
             "memory_bytes": setup.memory_bytes,
             "kv_tokens_a_process": self._kv_tokens,
@@ -235,6 +248,73 @@ class RayServerless(_RayAgents):
                 if answer_once.__name__ in " ".join(one.cmdline()):
                     serve.append((one.create_time(), one.pid))
         return [pid for _, pid in sorted(serve)]
+
+
+# -- a Ray of our own, gone with its trial, also after kill -9 ---------------------------------------------------------
+
+
+@contextmanager
+def ray_cluster(cpus: int, gpus: int, killer: bool) -> Iterator[None]:
+    """One node and this process connected to it, while the block runs. No dashboard, no usage report. A Ray that this process
+    is connected to already serves, and is left as it is.
+
+    Ray's processes are children of a guard (EngineProcess): by itself Ray leaves two behind for a minute after kill -9. Ray
+    listens on every interface whatever address it is given, so each cluster has a token of its own, without which nobody is
+    served.
+
+    cpus: what tasks may ask for. killer: let Ray kill workers when the machine's memory is nearly full. Raises EngineFailed.
+    """
+    import ray
+    from ray._private import auto_init_hook, worker
+
+    # A call in a process that is connected to none would start a Ray, open to everybody and in nobody's care.
+    auto_init_hook.enable_auto_connect = False
+    # Ray prints a paragraph for each process that has died. Who died is told of in our own words.
+    worker._worker_logs_enabled = False
+    if ray.is_initialized():
+        yield
+        return
+    with ExitStack() as opened:
+        # Short: its sockets' paths may not exceed 107 characters. Ray lets everybody read and write in what is inside of it.
+        folder = opened.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+        opened.enter_context(own_environment({"RAY_memory_monitor_refresh_ms": "250" if killer else "0"}))
+        port = free_port()
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+        command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", "--include-dashboard=false"]
+        command += [f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}/s"]
+        command += [f"--object-store-memory={STORE_BYTES}", "--include-log-monitor=false"]
+        process = opened.enter_context(closing(EngineProcess("ray", command)))
+        process.wait_until(lambda: READY in process.log(), START_S)
+        ray.init(f"{LOOPBACK}:{port}", _node_ip_address=LOOPBACK, log_to_driver=False, logging_level="ERROR")
+        opened.callback(ray.shutdown)
+        yield
+
+
+@contextmanager
+def own_environment(more: Mapping[str, str]) -> Iterator[None]:
+    """The environment of a cluster and of its driver, this process, while the block runs: a token of its own, nothing
+    reported, and our package to be found."""
+    from ray import _raylet
+
+    own = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")))),
+        **more,
+    }
+    before = dict(os.environ)
+    os.environ.update(own)
+    compiled: Any = _raylet  # knows more than its stub
+    with suppress(AttributeError):  # of releases before tokens; others have read mode and token, for another cluster
+        compiled.Config.initialize("")
+        compiled.AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if name in own})
 
 
 # -- in the process of an actor or a task -----------------------------------------------------------------------------------

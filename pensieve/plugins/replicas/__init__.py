@@ -1,1 +1,1 @@
-"""Several engines as actors of Ray, behind one System: how they live, what runs in each, and who asks them."""
+"""Several engines, a process each, behind one System: what runs in each of them, and who asks them."""

@@ -1,24 +1,24 @@
-"""What runs in the process of a replica: one engine, and the calls that reach it."""
+"""What runs in the process of a replica: one engine, and the calls that reach it through a pipe."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, Request
-from pensieve.errors import WorkerError
+from pensieve.errors import PensieveError, WorkerError
 from pensieve.lab.compose.build import build_system, check_free_memory
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check
-from pensieve.serve.record import TurnRecord
+from pensieve.plugins.engines.process import own_pipes
 from pensieve.serve.systems.base import AnsweringSystem
 
 CRASHED = 70  # the exit status of a replica whose engine stopped
@@ -45,96 +45,71 @@ class ReplicaReport:
 
 
 class EngineReplica:
-    """An actor of Ray. Times that come and go are seconds since 1970, which processes agree on.
+    """Answers commands (number, method, arguments) by (number, what it returned), where they have a number, and tells events
+    of requests as (None, event). A method is one of the system's, `begin` or `report`.
 
-    An engine that crashed serves nobody any more, so it ends its process: another is started, and whoever asked asks again.
+    later_s: by how much a time is more on the system's clock than on the caller's, which times that come and go are of. An
+    engine that crashed serves nobody any more, so it ends its process: another is started, and whoever asked asks again.
     """
 
-    _system: AnsweringSystem
-    _origin_s: float
+    streams = True  # as a Listener
 
-    async def start(self, fields: Mapping[str, Any]) -> Described:
-        """Serve from now on. fields: of a trial's configuration. Raises as build_system does."""
-        return await asyncio.to_thread(self._start, fields)
+    def __init__(self, system: AnsweringSystem, answers: Connection, later_s: float) -> None:
+        self._system, self._answers, self._later_s = system, answers, later_s
+        self._telling = threading.Lock()
 
-    def _start(self, fields: Mapping[str, Any]) -> Described:
-        config = check(fields)
-        plan = plan_trial(config)
-        check_free_memory(plan)
-        self._system = build_system(plan, build_tokenizer(config.model, plan.model.vocab, simulated=False))
-        report = self._system.start()
-        self._origin_s = time.time() - self._system.clock.now_s()
-        return Described(report, self._system.settings(), self._system.chunk_tokens)
+    def serve(self, commands: Connection) -> None:
+        """Raises EOFError once the caller is gone."""
+        own: dict[str, Callable[..., Any]] = {"begin": self._begin, "report": self._report}
+        while True:
+            number, method, given = commands.recv()
+            answer = (own.get(method) or getattr(self._system, method))(*given)
+            if number is not None:
+                self._tell(number, answer)
 
-    async def lives(self) -> None:
-        """Never returns: whoever called it learns at once that the process has ended."""
-        await asyncio.Event().wait()
+    def _begin(self, request: Request) -> None:
+        self._system.begin(replace(request, intended_s=request.intended_s + self._later_s), self)
 
-    async def answer(self, request: Request) -> AsyncIterator[list[Event]]:
-        """One turn. The first part is empty: from then on it can be cancelled."""
-        relay = _Relay(asyncio.get_running_loop())
-        self._system.begin(replace(request, intended_s=request.intended_s - self._origin_s), relay)
-        ended = False
-        try:
-            yield []
-            while not ended:
-                events = await relay.happenings()
-                ended = events[-1].turn is not None
-                yield [self._as_told(event) for event in events]
-        finally:
-            if not ended:  # whoever asked has gone
-                self._system.cancel(request.id, "cancelled")
-
-    async def cancel(self, request_id: int, status: str) -> None:
-        self._system.cancel(request_id, status)
-
-    async def release(self, session: str) -> None:
-        """Nothing where it holds none of the conversation."""
-        self._system.release(session)
-
-    async def forget(self) -> None:
-        """Everything; returns when it is done."""
-        await asyncio.to_thread(self._system.forget, None)
-
-    async def tell(self, sessions: tuple[str, ...]) -> ReplicaReport:
+    def _report(self, sessions: tuple[str, ...]) -> ReplicaReport:
         places = {name: where for name in sessions if (where := self._system.places(name))}
         return ReplicaReport(self._system.counters(), self._system.gauges(), places)
 
-    def _as_told(self, event: Event) -> Event:
-        if event.turn is not None:
-            moved(event.turn, self._origin_s)
-        return event._replace(at_s=event.at_s + self._origin_s)
-
-
-def moved(turn: TurnRecord, by_s: float) -> None:
-    """All its times are later by so many seconds: those of another clock."""
-    turn.shift(-by_s)
-    turn.misses = tuple(
-        miss if miss.evicted_s is None else replace(miss, evicted_s=miss.evicted_s + by_s) for miss in turn.misses
-    )
-
-
-class _Relay:
-    """The listener of one request: from the engine's thread to whoever streams."""
-
-    streams = True
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-
-    async def happenings(self) -> list[Event]:
-        """At least one; all that have come."""
-        events = [await self._events.get()]
-        with suppress(asyncio.QueueEmpty):
-            while True:
-                events.append(self._events.get_nowait())
-        return events
-
     def happened(self, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        if (turn := event.turn) is not None:
+            turn.shift(self._later_s)
+            turn.misses = tuple(
+                one if one.evicted_s is None else replace(one, evicted_s=one.evicted_s - self._later_s)
+                for one in turn.misses
+            )
+        self._tell(None, event._replace(at_s=event.at_s - self._later_s))
 
     def failed(self, error: WorkerError) -> None:
         log.error("%s This replica ends.", error)
         logging.shutdown()
         os._exit(CRASHED)
+
+    def _tell(self, number: int | None, said: object) -> None:
+        with self._telling:
+            self._answers.send((number, said))
+
+
+def main() -> None:
+    """The process of a replica. It is sent the fields of a trial's configuration, and when the caller's clock began
+    (time.perf_counter, which all processes of a machine share); it says Described, or its error, and serves from then on."""
+    commands, answers = own_pipes()
+    fields, began_s = commands.recv()
+    try:
+        config = check(fields)
+        plan = plan_trial(config)
+        check_free_memory(plan)
+        system = build_system(plan, build_tokenizer(config.model, plan.model.vocab, simulated=False))
+        report = system.start()
+    except PensieveError as error:
+        answers.send(error)
+        os._exit(1)
+    later_s = system.clock.now_s() - (time.perf_counter() - began_s)
+    answers.send(Described(report, system.settings(), system.chunk_tokens))
+    try:
+        EngineReplica(system, answers, later_s).serve(commands)
+    except (EOFError, OSError):
+        os._exit(0)

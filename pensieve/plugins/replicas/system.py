@@ -1,9 +1,11 @@
-"""Several engines on Ray, as one system: turns go where their conversation's KV is, and none is lost with a replica."""
+"""Several engines as one system: turns go where their conversation's KV is, and none is lost with a replica."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
+import os
 import threading
 import time
 from collections import Counter
@@ -11,26 +13,33 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
 from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, History, Request, TokenArray
 from pensieve.device.asked import physical_cores
-from pensieve.errors import ConfigError, HardwareMissing, WorkerError
+from pensieve.errors import ConfigError, EngineFailed, HardwareMissing, PensieveError, WorkerError
 from pensieve.lab.compose.build import check_memory
 from pensieve.lab.compose.model_files import check_weights
 from pensieve.lab.compose.plan import TrialPlan, free_device_bytes, memory_limit_bytes
 from pensieve.plugins.cluster.cluster_system import Turn
 from pensieve.plugins.cluster.routing import ROUTERS
-from pensieve.plugins.replicas.actors import Actors, Replica
-from pensieve.plugins.replicas.engine import Described, moved
+from pensieve.plugins.engines.process import EngineProcess
+from pensieve.plugins.replicas.engine import Described, ReplicaReport
 from pensieve.serve.record import Listener, Transcripts, TurnRecord
 from pensieve.serve.systems.base import Capabilities, Outbox, WallClock
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, Answer
 
 ATTEMPTS = 3
 """A turn whose replica ended is asked again elsewhere, up to so many times in all: it may be what ends them."""
+
+CALL_S = 30.0  # a call that is no turn may take so long
+GLANCE_S = 2.0  # and one that somebody makes who may be told what was so a moment ago
+PLACES_S = 0.5  # for how long what replicas hold is told again without asking them
+RETRY_S = 5.0  # after a start that failed
+MAIN = "from pensieve.plugins.replicas.engine import main; main()"
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +48,44 @@ log = logging.getLogger(__name__)
 class _Ticket:
     """A request on its way.
 
-    told: its tokens so far, of whichever attempt; place: of the next one in this attempt. serves: the replica that has it,
-    where its id is `sent`. cut: the status with which somebody has ended it.
+    told: its tokens so far, of whichever attempt; place: of the next one in this attempt. serves: the replica that has it;
+    None: none is up. cut: the status with which somebody has ended it.
     """
 
     request: Request
     listener: Listener
     told: list[int] = field(default_factory=list)
     place: int = 0
+    attempts: int = 0
     serves: Replica | None = None
-    sent: int = 0
     cut: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine in a process of its own, as routing.Known. number: its place among them, which the one that replaces it
+    gets. in_flight: turns that it was given. homes: conversations whose last turn it served, and tokens that it may hold of
+    each. orders: what a thread of its own sends it, so that nobody waits for the pipe; None: the end. calls: that it has not
+    answered yet."""
+
+    number: int
+    process: EngineProcess
+    in_flight: int = 0
+    homes: dict[str, int] = field(default_factory=dict)
+    orders: SimpleQueue[tuple[int | None, str, tuple[Any, ...]] | None] = field(default_factory=SimpleQueue)
+    calls: dict[int, Future[Any]] = field(default_factory=dict)
+
+    def held_tokens(self, session: str) -> int:
+        return self.homes.get(session, 0)
+
+    def order(self, method: str, *given: Any, number: int | None = None) -> None:
+        """Have it call this method of EngineReplica."""
+        self.orders.put((number, method, given))
+
+    def send_orders(self) -> None:
+        with suppress(OSError):  # it has ended, as whoever hears it learns too
+            while (order := self.orders.get()) is not None:
+                self.process.sends.send(order)
 
 
 class ReplicaSystem:
@@ -59,38 +95,59 @@ class ReplicaSystem:
     again. The noise of sampling depends on the position alone, so they are the same ones; should rounding in 16 bits have
     made another of one of them, the turn fails, rather than go on from what nobody was told.
 
-    replicas: not started yet. router: of plugins/cluster/routing.py, under `seed`. connected: as of Actors.start. Any thread
-    may call anything here.
+    fields: of a trial's configuration, which each replica builds its engine from. router: of plugins/cluster/routing.py,
+    under `seed`. gpus: of one replica. environment: of the replicas' processes, over this one's. Any thread may call anything
+    here; a thread a replica hears what it says, and begins another where it ends.
     """
 
     def __init__(
-        self, replicas: Actors, router: str, seed: int = 0, connected: Callable[[], object] | None = None
+        self,
+        fields: Mapping[str, Any],
+        count: int,
+        router: str,
+        seed: int = 0,
+        gpus: int = 0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.clock: Clock = WallClock()
         self.can = Capabilities()
-        self.replicas, self._connected = replicas, connected
-        self._router, self._seed = router, seed
-        self._outbox = Outbox(self.clock, lambda: WorkerError(ENGINE_CLOSED) if self._closed else None)
+        self.fields, self.count = dict(fields), count
+        self._router, self._seed, self._gpus, self._environment = router, seed, gpus, dict(environment or {})
+        self._outbox = Outbox(self.clock, lambda: WorkerError(ENGINE_CLOSED) if self._closed.is_set() else None)
         self._said = Transcripts()  # of conversations whose requests are submitted
-        self._closed = False
-        self._lock = threading.Lock()  # of what follows
+        self._closed = threading.Event()
+        self._numbers = itertools.count(1)  # of calls
+        self._told: dict[Replica, ReplicaReport] = {}  # those that ended included
+        self._told_at = -math.inf
+        self._lock = threading.Lock()  # of what follows, and of what replicas have
+        self._processes: dict[int, EngineProcess] = {}
+        self._up: dict[int, Replica] = {}
         self._tickets: dict[int, _Ticket] = {}
         self._home: dict[str, Replica] = {}  # of each conversation, that of its last turn
         self._family: dict[str, str] = {}  # of forks, the conversation that they come from
         self._counted: Counter[str] = Counter()  # by this object
-        self._ids = itertools.count(1)
+
+    @property
+    def up(self) -> list[Replica]:
+        """Those that serve now, by number."""
+        return [one for _, one in sorted(self._up.items())]
 
     # -- the System ---------------------------------------------------------------------------------------------------
 
     def start(self) -> StartReport:
-        """Ray, then the replicas. Raises EngineFailed with the reason of a replica that cannot start."""
+        """Raises EngineFailed with the reason of a replica that cannot start."""
         began = time.perf_counter()
         try:
-            self._described: Described = self.replicas.start(self._connected)
-        except BaseException:
+            begun = [self._begin(number) for number in range(self.count)]
+            described = [self._ready(one) for one in begun]
+        except BaseException as error:
             self.close()
+            if isinstance(error, PensieveError):
+                raise EngineFailed(f"The replicas cannot start: {error}") from error
             raise
-        report = self._described.report
+        for replica in begun:
+            threading.Thread(target=self._keep, args=(replica,), name="pensieve-replica", daemon=True).start()
+        self._described, report = described[0], described[0].report
         warmup_ms = (time.perf_counter() - began - (report.load_s or 0.0)) * 1e3
         return StartReport(report.load_s, warmup_ms, self.settings(), report.eos, sampling=report.sampling)
 
@@ -105,21 +162,21 @@ class ReplicaSystem:
     def begin(self, request: Request, listener: Listener) -> None:
         ticket = _Ticket(request, listener)
         with self._lock:
-            closed = self._closed
+            closed = self._closed.is_set()
             if not closed:
                 self._tickets[request.id] = ticket
         if closed:
             listener.failed(WorkerError(ENGINE_CLOSED))
         else:
-            self.replicas.soon(self._serve(ticket))
+            self._send(ticket)
 
     def cancel(self, request_id: int, status: str) -> None:
         with self._lock:
             ticket = self._tickets.get(request_id)
-            if ticket is None:
-                return
-            ticket.cut = ticket.cut or status
-        self.replicas.soon(self._cut(ticket))
+            if ticket is not None and ticket.cut is None:
+                ticket.cut = status
+                if ticket.serves is not None:
+                    ticket.serves.order("cancel", request_id, status)
 
     def poll(self, until_s: float | None) -> list[Event]:
         return self._outbox.poll(until_s)
@@ -140,9 +197,9 @@ class ReplicaSystem:
         with self._lock:
             self._home.clear()
             self._family.clear()
-        for replica in self.replicas.up:
-            replica.homes.clear()
-        self.replicas.now(self.replicas.each("forget"))
+            for replica in self._up.values():
+                replica.homes.clear()
+        self._each("forget", lambda _: None, CALL_S)
 
     def release(self, session: str, tenant: str = "", left: TokenArray[int] | None = None) -> None:
         """left: ignored, since a replica's disk ends with it."""
@@ -151,7 +208,8 @@ class ReplicaSystem:
             if (home := self._home.pop(session, None)) is not None:
                 home.homes.pop(session, None)
             self._family.pop(session, None)
-        self.replicas.soon(self.replicas.each("release", lambda _: session))
+            for replica in self._up.values():
+                replica.order("release", session)
 
     @property
     def chunk_tokens(self) -> int:
@@ -160,14 +218,14 @@ class ReplicaSystem:
     def places(self, session: str) -> str:
         """Where its KV is, in the replica of its last turn; up to PLACES_S old."""
         home = self._home.get(session)
-        if home is None or home not in self.replicas.up or (told := self.replicas.reports().get(home)) is None:
+        if home is None or home not in self.up or (told := self._reports().get(home)) is None:
             return ""
         return told.places.get(session, "")
 
     def counters(self) -> dict[str, float]:
         """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: turns that stand,
         served elsewhere than the one before; restarted_requests: asked again since their replica ended."""
-        every = self.replicas.reports(fresh=True).values()
+        every = self._reports(fresh=True).values()
         with self._lock:
             found = Counter(self._counted)
         for one in every:
@@ -176,8 +234,8 @@ class ReplicaSystem:
 
     def gauges(self) -> dict[str, tuple[float, str]]:
         found: dict[str, tuple[float, str]] = {}
-        told = self.replicas.reports()
-        running = [told[one] for one in self.replicas.up if one in told]
+        told = self._reports()
+        running = [told[one] for one in self.up if one in told]
         for one in running:
             for name, (value, unit) in one.gauges.items():
                 found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
@@ -185,100 +243,183 @@ class ReplicaSystem:
 
     def settings(self) -> dict[str, Any]:
         """Of one replica; tokens and bytes of the tiers are those of all together."""
-        one, count = self._described.settings, self.replicas.count
+        one, count = self._described.settings, self.count
         summed = ("gpu_tokens", "cpu_tokens", "disk_tokens", "gpu_bytes", "cpu_bytes")
         return {**one, **{name: one[name] * count for name in summed}, "replicas": count, "router": self._router}
 
     def close(self) -> None:
         """Requests under way end with WorkerError. Safe after a start that failed, and twice."""
         with self._lock:
-            closed, self._closed = self._closed, True
+            closed = self._closed.is_set()
+            self._closed.set()
             tickets, self._tickets = list(self._tickets.values()), {}
         if closed:
             return
         for ticket in tickets:
             ticket.listener.failed(WorkerError(ENGINE_CLOSED))
-        self.replicas.close()
+        for number in range(self.count):
+            self._close(number)
         self._outbox.put([])
+
+    # -- the replicas -------------------------------------------------------------------------------------------------
+
+    def _begin(self, number: int) -> Replica:
+        """One that was not heard yet. Raises WorkerError once this is closed."""
+        environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), **self._environment}
+        if self._gpus:
+            named = os.environ.get("CUDA_VISIBLE_DEVICES")
+            seen = named.split(",") if named else list(map(str, range(self.count * self._gpus)))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen[number * self._gpus : (number + 1) * self._gpus])
+        with self._lock:
+            if self._closed.is_set():
+                raise WorkerError(ENGINE_CLOSED)
+            process = self._processes[number] = EngineProcess.ours("replica", MAIN, environment, talk=True)
+        with suppress(OSError):  # it has ended, as `_ready` finds
+            process.sends.send((self.fields, time.perf_counter() - self.clock.now_s()))
+        return Replica(number, process)
+
+    def _ready(self, replica: Replica) -> Described:
+        """Returns once it serves. Raises what it says is wrong, or EngineFailed."""
+        said = replica.process.first_word(math.inf)
+        if isinstance(said, PensieveError):
+            self._close(replica.number)
+            raise said
+        threading.Thread(target=replica.send_orders, name="pensieve-orders", daemon=True).start()
+        with self._lock:
+            self._up[replica.number] = replica
+            waiting = [one for one in self._tickets.values() if one.serves is None]
+        for ticket in waiting:
+            self._send(ticket)
+        described: Described = said
+        return described
+
+    def _keep(self, replica: Replica) -> None:
+        """Hear a replica until it ends, then one that takes its number, and so on until this is closed."""
+        while not self._closed.is_set():
+            with suppress(EOFError, OSError):
+                while True:
+                    self._hear(replica, *replica.process.receives.recv())
+            self._gone(replica)
+            while not self._closed.is_set():
+                try:
+                    replica = self._begin(replica.number)
+                    self._ready(replica)
+                    break
+                except (PensieveError, OSError) as error:
+                    if not self._closed.wait(RETRY_S):
+                        log.error("A replica ended, and cannot be started again: %s", error)
+
+    def _gone(self, replica: Replica) -> None:
+        """It has ended: what it served is asked again elsewhere."""
+        with self._lock:
+            self._up.pop(replica.number, None)
+            tickets = [one for one in self._tickets.values() if one.serves is replica]
+            for ticket in tickets:
+                ticket.serves, ticket.place = None, 0
+                self._counted["restarted_requests"] += 1
+            for call in replica.calls.values():
+                call.cancel()
+        replica.orders.put(None)
+        self._close(replica.number)
+        for ticket in tickets:
+            self._send(ticket)
+
+    def _close(self, number: int) -> None:
+        """End the process that has this number, once."""
+        with self._lock:
+            process = self._processes.pop(number, None)
+        if process is not None:
+            process.close()
+
+    def _hear(self, replica: Replica, number: int | None, said: Any) -> None:
+        if number is not None:
+            if (call := replica.calls.pop(number, None)) is not None:
+                call.set_result(said)
+        elif (ticket := self._tickets.get(said.request_id)) is not None and ticket.serves is replica:
+            self._happened(ticket, said)
+
+    def _each(self, method: str, given: Callable[[Replica], Any], patience_s: float) -> dict[Replica, Any]:
+        """What each replica answers, but for those that end meanwhile or take longer. given: the argument."""
+        asked: dict[Future[Any], Replica] = {}
+        with self._lock:
+            for replica in self._up.values():
+                number, call = next(self._numbers), Future[Any]()
+                asked[call] = replica
+                replica.calls[number] = call
+                replica.order(method, given(replica), number=number)
+        done, _ = wait(asked, patience_s)
+        return {asked[call]: call.result() for call in done if not call.cancelled()}
+
+    def _reports(self, fresh: bool = False) -> dict[Replica, ReplicaReport]:
+        """Of each replica that there ever was, up to PLACES_S old; older where one has ended, or does not answer in time: it
+        is not asked again at once, or everybody would wait for it. fresh: ask them all first, and wait longer."""
+        if fresh or time.monotonic() - self._told_at > PLACES_S:
+            self._told_at = time.monotonic()  # whoever looks meanwhile is told what was so a moment ago
+            self._told |= self._each("report", lambda one: tuple(one.homes), CALL_S if fresh else GLANCE_S)
+            self._told_at = time.monotonic()
+        return self._told
 
     # -- one turn -----------------------------------------------------------------------------------------------------
 
-    async def _serve(self, ticket: _Ticket) -> None:
-        try:
-            event = await self._answered(ticket)
-        except Exception as error:  # whatever it was, whoever asked must learn of it
-            log.error("A turn failed in its replica: %s", type(error).__name__)
-            said = f"The replica failed the request ({type(error).__name__})."
-            event = _over(ticket, "failed", self.clock.now_s(), said)
+    def _send(self, ticket: _Ticket) -> None:
+        """To a replica, as soon as one is up; or its end, where it was cut or has ended too many."""
+        request = ticket.request
         with self._lock:
-            if self._tickets.pop(ticket.request.id, None) is None:
-                return  # closed: it has been told
-        turn = event.turn
+            over = ticket.cut is not None or ticket.attempts == ATTEMPTS
+            if not over and ticket.serves is None and self._up:
+                ticket.serves = replica = self._chosen(request, self.up)
+                ticket.attempts += 1
+                replica.in_flight += 1
+                replica.order("begin", self._as_sent(request, replica))
+        if ticket.cut is not None and over:
+            self._end(ticket, ticket.cut)
+        elif over:
+            said = f"{ATTEMPTS} replicas ended while they served this request, so it is not tried again."
+            self._end(ticket, "failed", said)
+
+    def _happened(self, ticket: _Ticket, event: Event) -> None:
+        if event.turn is not None:
+            self._finish(ticket, event)
+            return
+        assert event.token is not None and ticket.serves is not None
+        ticket.place += 1
+        if ticket.place > len(ticket.told):
+            ticket.told.append(event.token)
+            ticket.listener.happened(event)
+        elif ticket.told[ticket.place - 1] != event.token:
+            ticket.serves.order("cancel", event.request_id, "cancelled")
+            said = "A reply that was begun by a replica that ended came out otherwise in another."
+            self._end(ticket, "failed", said)
+
+    def _end(self, ticket: _Ticket, status: str, error: str | None = None) -> None:
+        """A request ends that no replica tells of, with what was told of it."""
+        request, now_s = ticket.request, self.clock.now_s()
+        turn = TurnRecord.arrived(request, request.turn, request.intended_s)
+        for token in ticket.told:
+            turn.token(token, None, now_s)
+        turn.close(status, None, now_s, error)
+        self._finish(ticket, Event("finished", request.id, now_s, None, turn))
+
+    def _finish(self, ticket: _Ticket, event: Event) -> None:
+        """Its last event."""
+        turn, replica = event.turn, ticket.serves
         assert turn is not None
-        if turn.stands and ticket.serves is not None:
-            self._stands(ticket.request, turn, ticket.serves)
-        ticket.listener.happened(event)
-
-    async def _answered(self, ticket: _Ticket) -> Event:
-        """Its last event, of the first attempt whose replica lives to tell it."""
-        import ray
-
-        for _ in range(ATTEMPTS):
-            replica = self._chosen(ticket.request, await self.replicas.some_up())
-            replica.in_flight += 1
-            try:
-                return await self._attempt(ticket, replica)
-            except ray.exceptions.RayActorError:
-                self.replicas.gone(replica)
-                with self._lock:
-                    self._counted["restarted_requests"] += 1
-                ticket.serves, ticket.place = None, 0
-                if ticket.cut is not None:
-                    return _over(ticket, ticket.cut, self.clock.now_s())
-            finally:
+        with self._lock:
+            if self._tickets.pop(event.request_id, None) is None:
+                return  # closed: it has been told
+            if replica is not None:
                 replica.in_flight -= 1
-        said = f"{ATTEMPTS} replicas ended while they served this request, so it is not tried again."
-        return _over(ticket, "failed", self.clock.now_s(), said)
-
-    async def _attempt(self, ticket: _Ticket, replica: Replica) -> Event:
-        request, origin_s = ticket.request, self._origin_s
-        asked = replace(self._as_sent(request, replica), id=next(self._ids), intended_s=request.intended_s + origin_s)
-        async for promised in replica.actor.answer.options(num_returns="streaming").remote(asked):
-            part: list[Event] = await promised
-            if not part:
-                ticket.serves, ticket.sent = replica, asked.id
-                if ticket.cut is not None:
-                    await self._cut(ticket)
-            for event in part:
-                told: Event = event._replace(request_id=request.id, at_s=event.at_s - origin_s)
-                if event.turn is not None:
-                    moved(event.turn, -origin_s)
-                    event.turn.request_id = request.id
-                    return told
-                assert event.token is not None
-                ticket.place += 1
-                if ticket.place > len(ticket.told):
-                    ticket.told.append(event.token)
-                    ticket.listener.happened(told)
-                elif ticket.told[ticket.place - 1] != event.token:
-                    raise WorkerError("A reply that was begun by a replica that ended came out otherwise in another.")
-        raise WorkerError("The replica's answer broke off.")
-
-    async def _cut(self, ticket: _Ticket) -> None:
-        import ray
-
-        if ticket.serves is not None:
-            with suppress(ray.exceptions.RayError):
-                await ticket.serves.actor.cancel.remote(ticket.sent, ticket.cut)
+                if turn.stands:
+                    self._stands(ticket.request, turn, replica)
+        ticket.listener.happened(event)
 
     # -- where conversations are --------------------------------------------------------------------------------------
 
     def _chosen(self, request: Request, up: list[Replica]) -> Replica:
         """By the router; a fork as the conversation that it comes from."""
-        with self._lock:
-            if request.fork is not None:
-                self._family[request.session] = self._family.get(request.fork.session, request.fork.session)
-            family = self._family.get(request.session, request.session)
+        if request.fork is not None:
+            self._family[request.session] = self._family.get(request.fork.session, request.fork.session)
+        family = self._family.get(request.session, request.session)
         chosen = ROUTERS[self._router](Turn(family, request.turn), up, self._seed)
         assert isinstance(chosen, Replica)
         return chosen
@@ -294,26 +435,11 @@ class ReplicaSystem:
         return replace(request, history=History(computed, "restarted")) if computed else request
 
     def _stands(self, request: Request, turn: TurnRecord, replica: Replica) -> None:
-        with self._lock:
-            before = self._home.get(request.session, replica)
-            before.homes.pop(request.session, None)
-            self._counted["moved_turns"] += before is not replica
-            self._home[request.session] = replica
-            replica.homes[request.session] = len(request.prompt) + len(turn.token_ids)
-
-    @property
-    def _origin_s(self) -> float:
-        """Of this clock, in seconds since 1970."""
-        return time.time() - self.clock.now_s()
-
-
-def _over(ticket: _Ticket, status: str, now_s: float, error: str | None = None) -> Event:
-    """The end of a request that no replica tells, with what was told of it."""
-    turn = TurnRecord.arrived(ticket.request, ticket.request.turn, ticket.request.intended_s)
-    for token in ticket.told:
-        turn.token(token, None, now_s)
-    turn.close(status, None, now_s, error)
-    return Event("finished", ticket.request.id, now_s, None, turn)
+        before = self._home.get(request.session, replica)
+        before.homes.pop(request.session, None)
+        self._counted["moved_turns"] += before is not replica
+        self._home[request.session] = replica
+        replica.homes[request.session] = len(request.prompt) + len(turn.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,13 +461,9 @@ class _ToOutbox:
 
 
 def build_replicas(
-    plan: TrialPlan,
-    count: int,
-    router: str,
-    environment: Mapping[str, str] | None = None,
-    connected: Callable[[], object] | None = None,
+    plan: TrialPlan, count: int, router: str, environment: Mapping[str, str] | None = None
 ) -> ReplicaSystem:
-    """The system of a real machine's replicas, not started yet. environment: as of Actors; connected: as of ReplicaSystem.
+    """The system of a real machine's replicas, not started yet. environment: as of ReplicaSystem.
 
     Raises HardwareMissing where so many do not fit: before the first of them starts, not after the last. WeightsMissing.
     """
@@ -363,7 +485,7 @@ def build_replicas(
         "replicas": 1,
         "router": "single",
     }
-    return ReplicaSystem(Actors(fields, count, gpus=gpus, environment=environment), router, config.seed, connected)
+    return ReplicaSystem(fields, count, router, config.seed, gpus, environment)
 
 
 def _check_room(plan: TrialPlan, count: int, gpus: int) -> None:

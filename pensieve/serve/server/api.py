@@ -23,7 +23,6 @@ from pensieve.lab.compose.explain import explain_crash
 from pensieve.lab.compose.model_files import build_tokenizer, model_config
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
 from pensieve.lab.compose.settings import check, locate
-from pensieve.plugins.engines.ray_cluster import check_ray
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import Asked, Conversation, Conversations, Mark, Message, message_keys
 from pensieve.serve.systems.base import AnsweringSystem
@@ -86,11 +85,9 @@ def replicated_server(
     replicas: int,
     router: str,
     environment: Mapping[str, str] | None = None,
-    connected: Callable[[], object] | None = None,
 ) -> Server:
-    """A server over several engines on Ray: conversations, tenants and HTTP are in this process; the replicas hold engines
-    and KV, and nothing else. environment, connected: as of build_replicas. Raises EngineMissing without Ray."""
-    check_ray("serve.replicas above 1")
+    """A server over several engines: conversations, tenants and HTTP are in this process; the replicas hold engines and KV,
+    and nothing else. environment: as of ReplicaSystem."""
     from pensieve.plugins.replicas.system import build_replicas
 
     plan = plan_live(config)
@@ -100,7 +97,7 @@ def replicated_server(
             "hardware=local, or simulate them with runners/run.py and hardware.replicas."
         )
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
-    system = build_replicas(plan, replicas, router, environment, connected)
+    system = build_replicas(plan, replicas, router, environment)
     return Server(system, tokenizer, plan.config.seed)
 
 

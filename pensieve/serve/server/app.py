@@ -6,7 +6,6 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -58,7 +57,7 @@ class ServeSettings(BaseModel):
 
     max_*: limits of each tenant; max_queue and max_connections are of all together. record: the file of recorded traffic;
     true: traffic.parquet in the outputs folder. state: where conversations outlive the server: auto (in the outputs folder,
-    if no other server keeps its own there), off, or a file. replicas: one is in this process, several are actors of Ray;
+    if no other server keeps its own there), off, or a file. replicas: one is in this process, several are a process each;
     router: which of them serves a turn.
     """
 
@@ -93,8 +92,6 @@ class App:
         self.restored = 0
         """Conversations that were there before this server was started."""
         self._kept: StateFile | None = None
-        self.loop: Future[asyncio.AbstractEventLoop] = Future()
-        """That serves, in the process's main thread."""
 
     def prepare(self, server: Server, state: StateFile | None = None) -> None:
         """All but the word that requests are served from now on (`server`), with the conversations of before. state: where
@@ -166,7 +163,6 @@ class App:
 def create_app(state: App) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        state.loop.set_result(asyncio.get_running_loop())
         sweeping = asyncio.ensure_future(_sweep(state))
         yield
         sweeping.cancel()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +125,8 @@ def _open(state: App, config: Mapping[str, Any], opened: ExitStack) -> Server:
     if kept is not None:
         opened.callback(kept.close)
     if settings.replicas > 1:
-        loop = state.loop.result()  # once it has ended, calling it raises RuntimeError: nothing is to load any more
-        connected = partial(loop.call_soon_threadsafe, _take_sigterm_back)
         without_keys = {KEYS: ""}  # the replicas know no clients
-        server = replicated_server(config, settings.replicas, settings.router, without_keys, connected)
+        server = replicated_server(config, settings.replicas, settings.router, without_keys)
     else:
         server = server_of(config, keeps_disk=kept is not None)
     behind = opened.enter_context(ExitStack())
@@ -149,11 +145,6 @@ def _open(state: App, config: Mapping[str, Any], opened: ExitStack) -> Server:
     gc.freeze()
     gc.collect()
     return server
-
-
-def _take_sigterm_back() -> None:
-    """Ray's library puts a handler of its own below Python's, which ends the process at once; in the main thread."""
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def open_state(settings: ServeSettings, config: Mapping[str, Any]) -> StateFile | None:
