@@ -218,12 +218,6 @@ def _skew(source: Source, trial_id: int, cell: Cell) -> float:
     return fmean(fullest) / (fmean(under_way) / int(cell.at["hardware.replicas"]))
 
 
-def received_per_turn(source: Source, cell: Cell) -> float:
-    """Bytes of KV that came from other replicas, a turn with history."""
-    turns = _those(source.turns(cell), "history_tokens > 0")
-    return float(turns["received_bytes"].fillna(0).sum()) / max(1, len(turns))
-
-
 # Agents
 
 

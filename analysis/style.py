@@ -111,13 +111,11 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _OTHERS = ("#B15928", "#6A3D9A", "#1B7837", "#A50026")
 
 
-MOVES = {"never": "#B15928", "always": "#CC79A7", "cheaper": "#0072B2"}
-"""Of KV between replicas (hardware.migration)."""
-_KNOWN = {**COLOURS, **ROUTERS, **MOVES}
+_KNOWN = {**COLOURS, **ROUTERS}
 
 
 def colour(baseline: str) -> str:
-    """The same in every figure, also of a router and of KV that moves; one's own baseline gets one by its name."""
+    """The same in every figure, also of a router; one's own baseline gets one by its name."""
     if baseline == IDEAL:
         return GREY
     return _KNOWN.get(baseline) or _OTHERS[zlib.crc32(baseline.encode()) % len(_OTHERS)]

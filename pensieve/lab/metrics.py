@@ -175,7 +175,6 @@ COUNTS = (
     "suspended_requests",
     "deferred_requests",
     "moved_turns",
-    "migrated_turns",
     "restarted_requests",
     "replica_failures",
 )

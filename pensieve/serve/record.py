@@ -211,10 +211,6 @@ class TurnRecord:
         if self.sent_s is None:
             self.sent_s = at_s
 
-    def received(self, count: int) -> None:
-        """Set how many bytes of its history's KV came over a network."""
-        self.received_bytes = count
-
     def overdue(self) -> None:
         """Mark it as timed out: it ended after its deadline, in a system that cannot cancel."""
         self.status = "timeout"

@@ -31,8 +31,8 @@ COUNTERS = (
 )  # fmt: skip
 METRICS = (
     "recomputed_tokens", "recomputed_s", "swapped_in_bytes", "swapped_out_bytes", "evicted_chunks", "dropped_chunks",
-    "suspended_requests", "deferred_requests", "h2d_bytes", "d2h_bytes", "moved_turns", "migrated_turns",
-    "restarted_requests", "replica_failures", "bound_hit_rate", "bound_recomputed_s",
+    "suspended_requests", "deferred_requests", "h2d_bytes", "d2h_bytes", "moved_turns", "restarted_requests",
+    "replica_failures", "bound_hit_rate", "bound_recomputed_s",
 )  # fmt: skip
 """Of a trial, whose system nobody but the trial sees: its counts, as table `metric` has them."""
 

@@ -147,10 +147,6 @@ TRIALS = (
         Trial(f"cluster {router}", (*CLUSTER, f"hardware.router={router}"), slow=router != "affinity_bounded")
         for router in ("affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random")
     ),
-    *(
-        Trial(f"cluster migration {one}", (*CLUSTER, "hardware.router=random", f"hardware.migration={one}"))
-        for one in ("always", "cheaper")
-    ),
     *(Trial(f"real {one}", (*REAL, f"baseline={one}"), wall=True, slow=True) for one in BASELINES),
 )
 

@@ -131,7 +131,6 @@ def build_system(
 def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> ClusterSystem:
     """Simulated replicas of an in-engine baseline behind hardware.router, not started yet."""
     from pensieve.plugins.cluster.cluster_system import ClusterSystem
-    from pensieve.plugins.cluster.migration import Migration, Network
     from pensieve.plugins.cluster.routing import ROUTERS
     from pensieve.serve.systems.inline_system import InlineSystem
 
@@ -143,18 +142,7 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
         assert isinstance(system, InlineSystem)
         return system
 
-    migration = None
-    if hardware.migration != "never":
-        assert hardware.network_gbps is not None, "HardwareConfig asks for it"
-        network = Network(hardware.network_gbps, hardware.network_latency_s)
-        migration = Migration(hardware.migration, network)
-    return ClusterSystem(
-        make,
-        hardware.replicas,
-        ROUTERS[hardware.router],
-        seed=plan.config.seed,
-        migration=migration,
-    )
+    return ClusterSystem(make, hardware.replicas, ROUTERS[hardware.router], seed=plan.config.seed)
 
 
 def _engine_system(

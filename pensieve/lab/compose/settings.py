@@ -161,8 +161,8 @@ class HardwareConfig(_Group):
     memory_efficiency: Share = 1.0
     step_overhead_s: Rate = 0.0
 
-    # What moving takes on a simulated machine. network_gbps: between the client and the model of a disaggregated baseline, or
-    # of each simulated replica, in 10^9 bit/s.
+    # What moving takes on a simulated machine. network_gbps: between the client and the model of a disaggregated baseline,
+    # in 10^9 bit/s.
     h2d_bw: Rate = 0.0
     d2h_bw: Rate = 0.0
     disk_bw: Rate = 0.0
@@ -177,23 +177,13 @@ class HardwareConfig(_Group):
     # Replicas behind a router: simulated ones by plugins.cluster, real ones by plugins.replicas.
     replicas: Count = 1
     router: Literal["single", "affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "single"
-    migration: Literal["never", "cheaper", "always"] = "never"
 
     @model_validator(mode="after")
     def _fields_belong_together(self) -> HardwareConfig:
-        alone, moves = self.router == "single", self.migration != "never"
         for wrong, sentence in (
             (
-                alone and self.replicas > 1,
+                self.router == "single" and self.replicas > 1,
                 "hardware.replicas need a router: set hardware.router=affinity, say",
-            ),
-            (
-                moves and (alone or not self.simulated),
-                "hardware.migration is between simulated replicas: use hardware=sim_h100 hardware.router=affinity, say",
-            ),
-            (
-                moves and self.network_gbps is None,
-                "hardware.migration needs a network between the replicas: set hardware.network_gbps",
             ),
             (
                 not self.simulated and not self.pipelined_swap_in,
