@@ -32,13 +32,13 @@ from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.plugins.tiers.disk_transfer import DiskOptions
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.profile import Profile
 from tests.exact import CheckedEngine, Mismatch, Paths
+from tests.thread_link import ThreadLink
 from tests.worker.torch.driver import ARCHITECTURES, tiny_model
 
 TURNS_AN_EPISODE = 60

@@ -15,13 +15,13 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
 from pensieve.lab.compose.conf import read_option
 from pensieve.plugins.caches.restore import RestoringCache
-from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
 from pensieve.serve.systems.profiling import load_s, profile_of
 from pensieve.sim.profile import Profile
 from pensieve.specs import ModelSpec
 from tests.exact import CheckedEngine
 from tests.simulated import TalkingEngine, policy_context
 from tests.test_exactness import load
+from tests.thread_link import ThreadLink, copy_runs
 from tests.worker.torch.driver import plain_generate, random_tokens
 
 CHUNK = 8

@@ -18,9 +18,10 @@ def model():
 def test_every_figure_stands_beside_its_limit_and_its_peer(model, tmp_path, monkeypatch):
     bench = make_bench("swap", tmp_path, repeats=1)
     monkeypatch.setattr(swap, "load", lambda bench: model)
-    monkeypatch.setitem(swap._RESTORED, "cpu", 256)
+    monkeypatch.setattr(swap, "_NEW", 64)
     monkeypatch.setattr(swap, "_FRAGMENT_BLOCKS", (1,))
     swap.run(bench)
+    swap._pipelined(bench, model, 256)  # as on a GPU
     assert bench.gaps == []
     results = bench.results["swap"]
     backends = {one.label.split(" of ")[0].split(",")[0]: [m.backend for m in one.measured] for one in results}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from scipy.stats import kendalltau
 
@@ -279,17 +279,7 @@ def asked(load: Load, engine: TalkingEngine) -> tuple[list[Hits], list[list[int]
     return [found[number] for number in sorted(found)], [replies[number] for number in sorted(replies)]
 
 
-class Anew(Protocol):
-    """An engine that can begin anew. sent: the last request is on its way, so the next one comes behind it."""
-
-    sent: threading.Event
-
-    def anew(self, load: Load) -> None: ...
-
-    def answer(self, request: Request, channel: Any) -> Reply: ...
-
-
-def theirs(load: Load, engine: Anew | None = None) -> tuple[list[Hits], list[Sequence[int]], list[list[int]]]:
+def theirs(load: Load, engine: Asked | None = None) -> tuple[list[Hits], list[Sequence[int]], list[list[int]]]:
     """What the real vLLM finds; the replies, and the prompts. engine: one that runs, and begins anew."""
     if engine is None:
         with closing(Asked.of(load)) as own:
@@ -305,7 +295,7 @@ def theirs(load: Load, engine: Anew | None = None) -> tuple[list[Hits], list[Seq
         for one in wait(running, return_when=FIRST_COMPLETED).done:
             answer, (number, name) = one.result(), running.pop(one)
             assert answer.cached_tokens is not None
-            behind = answer.cached_on_host or 0  # vLLM's server does not tell the tiers apart
+            behind = answer.cached_on_host or 0
             found[number] = Hits(answer.cached_tokens - behind, behind)
             said[name] = said[f"#{number}"] = [*prompts[number], *heard[number].tokens]
 
@@ -325,7 +315,7 @@ def theirs(load: Load, engine: Anew | None = None) -> tuple[list[Hits], list[Seq
 
 
 class Asked(Vllm):
-    """See Anew."""
+    """An engine that can begin anew. sent: the last request is on its way, so the next one comes behind it."""
 
     @classmethod
     def of(cls, load: Load) -> Asked:

@@ -11,8 +11,18 @@ import pytest
 from pensieve.errors import ConfigError
 from pensieve.plugins.engines.vllm import Vllm
 from pensieve.plugins.engines.weights import plain_module
-from tests.engines import first_tokens
-from tests.engines.calibrate import HOST, check, kept, loads, name, predicted, predictions, traffic
+from tests.engines.advised import (
+    HOST,
+    SIZES,
+    check,
+    first_tokens,
+    kept,
+    loads,
+    name,
+    predicted,
+    predictions,
+    traffic,
+)  # fmt: skip
 from tests.engines.offload_loads import (
     AT_ONCE,
     LOADS,
@@ -119,7 +129,7 @@ AT_AN_EDGE = {"strict; 4 at once; 64 + 90 blocks": 11.0, "weka; 4 at once; 64 + 
 
 @pytest.mark.parametrize("load", loads(), ids=name)
 def test_advise_replays_what_the_server_found(load: Load, tmp_path: Path) -> None:
-    traffic(kept()[name(load)], tmp_path / "traffic.parquet")
+    traffic(kept("calibration")[name(load)], tmp_path / "traffic.parquet")
     found = check(load, tmp_path / "traffic.parquet")
     if load.at_once == 1:
         assert not found.requests and found.engine > 0
@@ -128,7 +138,7 @@ def test_advise_replays_what_the_server_found(load: Load, tmp_path: Path) -> Non
 
 def test_another_size_of_either_tier_is_told_apart(tmp_path: Path) -> None:
     load = loads()[0]
-    traffic(kept()[name(load)], tmp_path / "traffic.parquet")
+    traffic(kept("calibration")[name(load)], tmp_path / "traffic.parquet")
     for other in (replace(load, device=load.device // 2), replace(load, host=HOST // 2), replace(load, host=0)):
         assert check(other, tmp_path / "traffic.parquet").requests
 
@@ -142,7 +152,7 @@ MISSED = {"64 + 96, arc": 0.18, "48 + 64, lru": 0.33}
 """Share by which the prediction is too fast there (docs/advise.md)."""
 
 
-def test_times_to_first_token_are_predicted_from_a_recording_without_a_cpu_tier() -> None:
-    source, *others = first_tokens.SIZES
-    for size, one in first_tokens.predictions(source, others):
+def test_times_to_first_token_are_predicted_from_a_recording_without_a_cpu_tier(tmp_path: Path) -> None:
+    source, *others = SIZES
+    for size, one in first_tokens(source, others, tmp_path / "traffic.parquet"):
         assert abs(one.points) <= 1.0 and abs(one.slower) <= MISSED.get(size.name, 0.15), size.name

@@ -17,12 +17,11 @@ from pensieve.device.worker import TorchWorker
 from pensieve.lab.bench.case import OURS, Case, in_turn, interleaved
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.steps import CHUNK, load, perform_ms
-from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.serve.systems.base import WallClock
 from pensieve.serve.systems.profiling import swap_in
 from pensieve.specs import ModelSpec
 
-_RESTORED, _NEW = {"cuda": 8192, "cpu": 1024}, {"cuda": 512, "cpu": 64}  # tokens: loaded, and computed over them
+_RESTORED, _NEW = 8192, 512  # tokens: loaded, and computed over them
 _FRAGMENT_BLOCKS = (1, 2, 8, 32)
 
 
@@ -30,13 +29,10 @@ def run(bench: Bench) -> None:
     """Target swap. Raises PensieveError."""
     model = load(bench)
     _fragments(bench, model.spec)
-    tokens = min(_RESTORED[bench.device.type], model.spec.max_context - _NEW["cuda"])
-    _pipelined(bench, model, tokens // CHUNK * CHUNK)
-    if not bench.on_gpu:
-        bench.note(
-            "A CPU has no link between its tiers: a thread with a bandwidth stands in, slow enough that a restore takes as "
-            "long as the compute beside it. swap_in_gb_s is of RAM to RAM."
-        )
+    if bench.on_gpu:
+        _pipelined(bench, model, min(_RESTORED, model.spec.max_context - _NEW) // CHUNK * CHUNK)
+    else:
+        bench.note("A CPU has no link between its tiers: swap_in_gb_s is of RAM to RAM, and no restore is pipelined.")
 
 
 def _fragments(bench: Bench, spec: ModelSpec) -> None:
@@ -98,10 +94,8 @@ def scattered(count: int, together: int) -> tuple[int, ...]:
 
 def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     """Restore `tokens` tokens and compute `new` over them: layer by layer, and one after the other."""
-    new = _NEW[bench.device.type]
-    link = None if bench.on_gpu else ThreadLink()
-    worker = TorchWorker(model, CHUNK, WallClock(), link=link)
-    chunks = tokens // CHUNK
+    new, chunks = _NEW, tokens // CHUNK
+    worker = TorchWorker(model, CHUNK, WallClock())
     worker.start(chunks + new // CHUNK, chunks)
     worker.tensors.cpu.fill_(0.01)
     blocks = tuple(range(chunks))
@@ -112,8 +106,6 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     def step(rows: tuple[Row, ...], moves: tuple[Move, ...]) -> float:
         return perform_ms(worker, [StepPlan(1, rows, table, moves)])
 
-    if link is not None:  # as long as the compute takes: where overlapping matters most
-        link.throttle(chunks * worker.tensors.block_bytes / (min(step((row,), ()) for _ in range(4)) / 1e3))
     ways: dict[str, Callable[[], float]] = {
         "pipelined": lambda: step((row,), copies),
         "sequential": lambda: step((), copies) + step((row,), ()),

@@ -26,7 +26,7 @@ from pensieve.device.transfers.cuda_link import (
 from pensieve.device.transfers.link import BlockRun, Haul
 from pensieve.device.transfers.pinned import kept, pinned_bytes
 from pensieve.errors import HardwareMissing
-from pensieve.plugins.device.thread_link import Piece, copy_runs
+from tests.thread_link import Piece, copy_runs
 
 from .driver import tiny_spec
 

@@ -16,10 +16,10 @@ from pensieve.core.plan import Moved
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.link import BlockRun, merge_moves
 from pensieve.device.transfers.transfer import Transfer
-from pensieve.plugins.device import thread_link
-from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
 from pensieve.serve.systems.profiling import swap_in, swap_out
+from tests import thread_link
 from tests.gpu.shuttle import shuttle
+from tests.thread_link import ThreadLink, copy_runs
 
 from .driver import Driver, random_tokens, tiny_model, tiny_spec
 

@@ -1,7 +1,7 @@
 """A link made of threads, where there is no GPU.
 
 A CPU has neither streams nor events. One thread a direction stands in, so that pipelined copies, their order and their
-failures can be run and measured. No worker has one of itself: tests and benchmarks give it.
+failures can be run and measured. No worker has one of itself.
 """
 
 from __future__ import annotations
