@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import pensieve
 from pensieve.lab.results import environment as surroundings
+from pensieve.lab.results import identity as code
 from pensieve.lab.results.environment import _git
 from pensieve.lab.results.identity import (
     Identity,
@@ -147,15 +151,93 @@ def test_the_same_command_and_jobs_are_the_same_sweep(tmp_path: Path) -> None:
 def test_one_line_says_what_changed() -> None:
     store = ResultsStore(MEMORY)
     old = store.trial(store.begin_trial(trial_fields(platform="device=cpu; torch=2.12.0; threads=2")))
-    said = explain_difference(old, Identity("c", "other code", "device=cpu; torch=2.13.0; threads=2"))
-    assert said == (
-        "Runs again, because the code and the platform (torch 2.12.0 -> 2.13.0) changed since trial 1 "
-        "(resume=config accepts that one)."
+    assert explain_difference(old, Identity("c", "other code", "device=cpu; torch=2.13.0")) == (
+        "Runs again, because the code and the platform (torch 2.12.0 -> 2.13.0, threads 2 -> (not there)) changed since "
+        "trial 1 (resume=config accepts that one)."
     )
-    assert "the platform (threads 2 -> (not there))" in explain_difference(
-        old, Identity("c", "d", "device=cpu; torch=2.12.0")
-    )
-    assert "nothing changed" in explain_difference(old, Identity("c", "d", old.platform))
+
+
+# The code
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(pensieve, "__file__", str(tmp_path / "pensieve" / "__init__.py"))
+    code._package.cache_clear()
+    yield tmp_path / "pensieve"
+    code._package.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "simulated", "real"),
+    [
+        ("core/cache/two_tier.py", True, True),
+        ("sim/tables/h100/rates.json", True, True),
+        ("device/native.c", False, True),
+        ("lab/results/store.py", False, False),
+        ("serve/server/page.html", False, False),
+        ("core/__pycache__/engine.pyc", False, False),
+    ],
+)
+def test_which_files_of_the_package_count(package: Path, name: str, simulated: bool, real: bool) -> None:
+    configs: list[dict[str, Any]] = [{"hardware": {"simulated": True}}, {}]
+    seen = []
+    for text in ("1", "2"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+        code._package.cache_clear()
+        seen.append([code_hash(config) for config in configs])
+    assert [before != after for before, after in zip(*seen, strict=True)] == [simulated, real]
+
+
+def test_what_does_not_count_is_there() -> None:
+    root = Path(pensieve.__file__).parent
+    assert [name for name in (*code.NOT_CODE, *code.NOT_SIMULATED) if not (root / name).exists()] == []
+
+
+@pytest.mark.parametrize("inside", ["", "my_parts"])
+@pytest.mark.parametrize("key", ["_target_", "composition"])
+def test_a_users_own_files_count_and_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, key: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / inside
+    folder.mkdir(exist_ok=True)
+    for name in (*(["__init__.py"] if inside else []), "my_scores.py", "my_policy.py"):
+        (folder / name).write_text("raise RuntimeError('imported')")
+    policy = {"_target_": "pensieve.core.policies.lru.Lru"}
+    named = {"eviction": [policy, {key: ".".join(filter(None, [inside, "my_policy", "Mine"]))}]}
+    hashes = [code_hash({"eviction": policy}), code_hash(named)]
+    for name in ("my_policy.py", "my_scores.py"):  # the second one as the first may import it
+        (folder / name).write_text("best = 2")
+        hashes.append(code_hash(named))
+    assert len(set(hashes)) == 4
+    assert code_hash({"_target_": "no_such_module.X"}) == code_hash({"_target_": "pytest.X"}) == code_hash()
+
+
+def test_a_large_file_is_read_once_until_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(code, "CACHED_BYTES", 10)
+    read, of_file = list[Path](), code._digest
+    monkeypatch.setattr(code, "_digest", lambda path: read.append(path) or of_file(path))
+    path = tmp_path / "weights"
+    path.write_bytes(b"a" * 100)
+
+    def ask() -> str:
+        code._file_hash.cache_clear()  # as another process would
+        return content_hash(path)
+
+    before, times = ask(), path.stat()
+    assert (ask(), len(read)) == (before, 1)
+    while path.stat().st_ctime_ns == times.st_ctime_ns:  # the clock of a file system ticks some 250 times a second
+        path.write_bytes(b"a" * 99 + b"b")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # the same size and mtime; the ctime cannot be set
+    assert ask() != before
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no/such/folder")
+    assert ask() != before
+
+
+# The machine
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.lab.compose.plan import Device, plan_trial
 from pensieve.lab.compose.settings import resolved
-from pensieve.lab.results.identity import _platform_change
+from pensieve.lab.results.identity import platform_change
 from pensieve.lab.trial.job import device_facts, identity_of
 from tests.composed import checked, composed
 
@@ -75,7 +75,7 @@ def test_how_threads_wait_makes_another_trial(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     after = identity(*CPU)
     assert platform(after)["wait_policy"] == "ACTIVE" and after.fingerprint != before.fingerprint
-    assert "wait_policy PASSIVE -> ACTIVE" in _platform_change(before.platform, after.platform)
+    assert "wait_policy PASSIVE -> ACTIVE" in platform_change(before.platform, after.platform)
     assert identity(*outside).fingerprint != theirs.fingerprint
     assert identity("hardware=sim_h100").fingerprint == simulated.fingerprint
 

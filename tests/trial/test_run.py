@@ -73,7 +73,7 @@ def test_a_completed_trial_runs_again_by_force_or_with_other_code_alone(tracking
     assert run(tracking, "seed=1").trial_id != first.trial_id
     forced = run(tracking, "force=true")
     assert (forced.reused, tracking.store.trial(forced.trial_id).attempt) == (False, 2)
-    monkeypatch.setattr("pensieve.lab.results.identity.code_of", lambda *_: {"pensieve/core/engine.py": "other"})
+    monkeypatch.setattr("pensieve.lab.results.identity.code_hash", lambda _: "other")
     accepted = run(tracking, "resume=config")
     assert (accepted.reused, accepted.trial_id) == (True, forced.trial_id)
     said = []

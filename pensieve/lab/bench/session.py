@@ -174,7 +174,7 @@ class Bench:
             "seed": self.options.seed,
         }
         device = {"name": machine.label, "count": machine.count, "threads": self.threads}
-        identity = identify(config, machine.simulated, device, entry="pensieve.lab.bench.session")
+        identity = identify(config, machine.simulated, device)
         return {
             "fingerprint": identity.fingerprint,
             "config_hash": identity.config_hash,
@@ -194,7 +194,7 @@ class Bench:
             "contended": not self.options.exclusive,
             "git_commit": git_commit(),
             "config": config,
-            "environment": {**environment(), "code": dict(identity.code)},
+            "environment": environment(),
             "engine": {
                 "backend": measured.backend,
                 "version": measured.version,

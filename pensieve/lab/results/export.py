@@ -200,8 +200,7 @@ def show_trial(store: ResultsStore, trial_id: int) -> Iterable[str]:
         yield f"{name:<20} {value}"
     for name in ("flags", "engine", "environment", "config"):
         yield f"{name}:"
-        told = {key: value for key, value in (getattr(trial, name) or {}).items() if key != "code"}  # a line a file
-        yield from ("  " + line for line in json.dumps(told, indent=1, default=str).splitlines())
+        yield from ("  " + line for line in json.dumps(getattr(trial, name), indent=1, default=str).splitlines())
     yield "metrics:"
     metrics = [
         (f"{m.name}[{m.label}]" if m.label else m.name, _number(m.value), m.unit, _NONE if m.n is None else str(m.n))

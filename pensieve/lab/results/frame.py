@@ -535,13 +535,14 @@ def _forwards(trials: Sequence[Trial]) -> Mapping[tuple[str, str], set[str]]:
 
 
 def _code(trials: Sequence[Trial]) -> Mapping[str, set[str]]:
-    """The hashes of each file of code: trials that use different files are of one version where those that both use are
-    alike. Older trials have one hash of all, which counts the classes outside the package that they name."""
+    """The hashes of the code of trials that use the same: not simulated and real ones, nor other classes outside the package.
+    Older trials have one of each file, and are of one version where those that both use are alike."""
     found: dict[str, set[str]] = defaultdict(set)
     for trial in trials:
         files = (trial.environment or {}).get("code")
         found["files"].add("each" if files else "all")
-        for name, digest in (files or {str(sorted(outside_names(trial.config or {}))): trial.code_hash}).items():
+        whole = f"{trial.simulated} {sorted(outside_names(trial.config or {}))}"
+        for name, digest in (files or {whole: trial.code_hash}).items():
             found[name].add(digest)
     return found
 

@@ -48,7 +48,7 @@ from pensieve.lab.compose.model_files import weights_identity
 from pensieve.lab.compose.plan import Device, TrialPlan, plan_trial, plans_in_flight
 from pensieve.lab.compose.settings import TrackingConfig, TrialConfig, check
 from pensieve.lab.results.environment import Owner, is_alive, this_process
-from pensieve.lab.results.identity import RUNS_TRIALS, Identity, identify
+from pensieve.lab.results.identity import Identity, identify
 from pensieve.lab.results.mlflow_runs import remote_url
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.trial.terminal import remember_interrupts, say
@@ -148,11 +148,11 @@ def _thrown_away() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="pensieve-off-")
 
 
-def identity_of(plan: TrialPlan, resolved: Mapping[str, Any], entry: str = RUNS_TRIALS) -> Identity:
-    """What a completed trial must share with this one to be reused for it. entry: the module that runs it."""
+def identity_of(plan: TrialPlan, resolved: Mapping[str, Any]) -> Identity:
+    """What a completed trial must share with this one to be reused for it."""
     weights = None if plan.device.simulated else weights_identity(plan.config.model)
     marks = {**marks_of(plan), **({} if weights is None else {"weights_content": weights})}
-    return identify(resolved, plan.device.simulated, device_facts(plan), marks, entry)
+    return identify(resolved, plan.device.simulated, device_facts(plan), marks)
 
 
 def marks_of(plan: TrialPlan) -> dict[str, bool]:

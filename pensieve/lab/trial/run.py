@@ -430,7 +430,6 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
             **environment(),
             "inputs": input_files(resolved),
             "command": command_line(),
-            "code": dict(identity.code),
         },
     }
 
