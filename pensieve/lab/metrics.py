@@ -136,7 +136,6 @@ _ALL = (
     *_of_unit("ms", "lower", "time_ms", "step_ms", "prefill_ms", "restore_ms", "attention_ms", "host_ms"),
     *_of_unit("ms", "lower", "transfer_ms", "compute_ms", "ttft_ms_p50_turn_"),
     *_of_unit("GB/s", "higher", "swap_in_gb_s"),
-    *_of_unit("tok/s", "higher", "throughput_output_tok_s_at_equal_p90"),
     *_of_unit("agents", "higher", "agents_carried", "refused_at"),
     *_of_unit("", "none", "bound"),
     *_of_unit("x", "higher", "speedup", "times_stateless"),
