@@ -96,7 +96,7 @@ def bench() -> int:
 
 def serve() -> int:
     """A server with the API of OpenAI: [group=option] [serve.port=8000]."""
-    return _live("serve", "pensieve.serve.server.command", "serve")
+    return _live("serve", "pensieve.serve.server.app", "serve")
 
 
 def chat() -> int:

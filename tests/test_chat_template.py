@@ -16,6 +16,12 @@ def tokenizer(request, tmp_path):
     return HubTokenizer(save_tokenizer(tmp_path, PUBLISHED.get(request.param), begins=request.param == "plain"))
 
 
+def prompt_of(chat, messages, replies, tools=None):
+    """replies: the model's own tokens, by place."""
+    own = [{**one, "ids": replies[at]} if at in replies else one for at, one in enumerate(messages)]
+    return chat.prompt(own, tools)
+
+
 def loaded(folder, template):
     tokenizer = HubTokenizer(save_tokenizer(folder, template))
     return tokenizer, ChatTemplate(tokenizer)
@@ -50,7 +56,7 @@ def test_special_tokens_come_from_the_template_alone(tmp_path, name):
 
     def prompt(text):
         tools = [{"type": "function", "function": {"name": "f", "description": text, text: [text]}}]
-        return chat.prompt(dialogue("a", "b", text, text, text), {1: spelled(tokenizer, "the one", True)}, tools)
+        return prompt_of(chat, dialogue("a", "b", text, text, text), {1: spelled(tokenizer, "the one", True)}, tools)
 
     ids = prompt(hostile)
     assert [i for i in ids if i in specials.values()] == [i for i in prompt("mild") if i in specials.values()]
@@ -59,7 +65,7 @@ def test_special_tokens_come_from_the_template_alone(tmp_path, name):
     assert chat.opening(hostile) == chat.prompt(dialogue(hostile))
     reply = spelled(tokenizer, hostile, True)
     assert not set(reply[:-1]) & set(specials.values())
-    told = chat.prompt(dialogue("a", hostile, hostile), {1: reply})
+    told = prompt_of(chat, dialogue("a", hostile, hostile), {1: reply})
     assert told == chat.opening("a") + reply + chat.following(hostile, reply[-1])
 
 
@@ -70,7 +76,7 @@ def test_each_turn_extends_the_one_before(tokenizer, ended):
     chat = ChatTemplate(tokenizer)
     messages, replies, held = dialogue("the first"), {}, []
     for text in (" the one ", "the other", "stone"):
-        prompt = chat.prompt(messages, replies)
+        prompt = prompt_of(chat, messages, replies)
         assert prompt[: len(held)] == held
         if held:  # a message can follow without those before it
             assert prompt == held + chat.following("and the one?", held[-1])
@@ -78,7 +84,7 @@ def test_each_turn_extends_the_one_before(tokenizer, ended):
         held = prompt + (reply[:-1] if chat.plain and ended else reply)
         replies[len(messages)] = reply
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and the one?"}]
-    assert chat.prompt(messages) != chat.prompt(messages, replies), "encoded anew, these replies are other tokens"
+    assert chat.prompt(messages) != prompt_of(chat, messages, replies), "encoded anew, these replies are other tokens"
 
 
 def test_a_reply_that_ended_otherwise_than_the_template_says_ends_as_it_says(tmp_path):
@@ -87,7 +93,7 @@ def test_a_reply_that_ended_otherwise_than_the_template_says_ends_as_it_says(tmp
     other = tokenizer.encode("<eos>")[0]
     tokenizer.eos_ids |= {other}
     reply = [*tokenizer.encode("one"), other]
-    ids = chat.prompt(dialogue("the first", "one", "two"), {1: reply})
+    ids = prompt_of(chat, dialogue("the first", "one", "two"), {1: reply})
     assert ids == chat.prompt(dialogue("the first", "one", "two"))
     assert other not in ids
 
@@ -96,7 +102,7 @@ def test_a_template_that_moves_the_system_message_keeps_the_common_prefix(tmp_pa
     tokenizer, chat = loaded(tmp_path, MISTRAL)
     first = chat.prompt(dialogue("the first", system="rules"))
     reply = spelled(tokenizer, "the one", True)
-    second = chat.prompt(dialogue("the first", "the one", "and?", system="rules"), {2: reply})
+    second = prompt_of(chat, dialogue("the first", "the one", "and?", system="rules"), {2: reply})
     common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     assert tokenizer.decode(first[:common]) == " "  # behind "<s>[INST]"
     assert any(second[i : i + len(reply)] == reply for i in range(len(second))), "elsewhere"
@@ -106,11 +112,11 @@ def test_a_template_that_drops_thinking_encodes_anew_from_there(tmp_path):
     tokenizer, chat = loaded(tmp_path, THINKING)
     thought, plain = (spelled(tokenizer, text, True) for text in ("<think>the</think>\nstone", "the stone"))
     messages = dialogue("the first", "?", "and?", "?", "so?")
-    kept = chat.prompt(messages, {1: plain, 3: plain})
-    told = chat.prompt(messages, {1: plain, 3: thought})
+    kept = prompt_of(chat, messages, {1: plain, 3: plain})
+    told = prompt_of(chat, messages, {1: plain, 3: thought})
     assert "stone" in tokenizer.decode(told) and "<think>" not in tokenizer.decode(told)
-    assert told == chat.prompt(dialogue("the first", "?", "and?", "stone", "so?"), {1: plain})
-    until = kept.index(plain[0], len(chat.prompt(messages[:3], {1: plain})))
+    assert told == prompt_of(chat, dialogue("the first", "?", "and?", "stone", "so?"), {1: plain})
+    until = kept.index(plain[0], len(prompt_of(chat, messages[:3], {1: plain})))
     assert told[:until] == kept[:until]
 
 

@@ -54,7 +54,7 @@ assert "Database:" in text, text
 
 import importlib.util
 if importlib.util.find_spec("fastapi"):
-    import pensieve.serve.server.command
+    import pensieve.serve.server.app
     found = loaded("ray", "grpc", "torch", "pensieve.plugins.replicas")
     assert not found, ("serve", found)
 print("as it should be")

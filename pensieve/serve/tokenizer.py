@@ -32,7 +32,13 @@ _TRIES = 8  # places where the text may be cut, since not every place will do
 
 
 Message = Mapping[str, Any]
-"""role and content (a string), and whatever else the template knows, such as tool_calls."""
+"""role and content (a string), and whatever else the template knows, such as tool_calls. ids: of what the model itself said,
+its own tokens, with the end-of-sequence token it may have sampled."""
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As who asks and templates know them: without `ids`."""
+    return [{name: value for name, value in message.items() if name != "ids"} for message in messages]
 
 
 class Tokenizer(Protocol):
@@ -325,24 +331,16 @@ class ChatTemplate:
         """The model has no template of its own."""
         return self._source is None
 
-    def prompt(
-        self,
-        messages: Sequence[Message],
-        replies: Mapping[int, Sequence[int]] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
-        """The token ids of `messages`, with the markup after which the assistant speaks.
-
-        replies: the own token ids, by their index in `messages`, of those that this model said, with the end-of-sequence
-        token it may have sampled. They are used as they are, instead of the message's content and tool calls.
-        tools: function schemas, for templates that know of them.
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The token ids of `messages`, with the markup after which the assistant speaks. The model's own ids are used as
+        they are, instead of a message's content and tool calls. tools: function schemas, for templates that know of them.
 
         Unless the template rewrites history (drops earlier thinking, for one), the prompt of turn n + 1 begins with that of
         turn n and the whole reply n. Where it does, what both have in common is kept.
         Raises ConfigError for messages that the template refuses.
         """
-        own = dict(sorted((replies or {}).items()))
-        listed, tools = self._literal(messages), self._literal(tools)
+        own = {index: message["ids"] for index, message in enumerate(messages) if "ids" in message}
+        listed, tools = self._literal(plain_messages(messages)), self._literal(tools)
         said = {index: self._literal(self._tokenizer.decode(ids)) for index, ids in own.items()}
         true = self._render(_with_replies(listed, said), tools)
         shown = self._render(_with_replies(listed, {index: _MARK.format(index) for index in own}), tools)

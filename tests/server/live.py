@@ -17,9 +17,7 @@ import uvicorn
 from pensieve.core.request import Event
 from pensieve.serve.server import create_server
 from pensieve.serve.server.api import Server
-from pensieve.serve.server.app import App, ServeSettings
-from pensieve.serve.server.command import uvicorn_config
-from pensieve.serve.server.gate import Tenants
+from pensieve.serve.server.app import App, ServeSettings, uvicorn_config
 from pensieve.serve.server.state import StateFile
 
 PATIENCE_S = 100.0
@@ -34,7 +32,7 @@ def serving(
     server: Server, keys: dict[str, str] | None = None, state: StateFile | None = None, **fields: Any
 ) -> Iterator[tuple[App, str]]:
     """The state of the HTTP server, and its address. state: where it keeps conversations."""
-    app = App(ServeSettings(port=0, **fields), Tenants(keys), "tiny")
+    app = App(ServeSettings(port=0, **fields), keys or {}, "tiny")
     app.prepare(server, state)
     app.on_close = None if state is None else state.close
     app.server = server

@@ -284,10 +284,9 @@ def test_an_address_beyond_this_machine_asks_for_keys(monkeypatch):
     monkeypatch.delenv("PENSIEVE_API_KEYS", raising=False)
     with pytest.raises(ConfigError, match="PENSIEVE_API_KEYS"):
         tenants_of("0.0.0.0")
-    assert not tenants_of("localhost").required
+    assert tenants_of("localhost") == {}
     monkeypatch.setenv("PENSIEVE_API_KEYS", "alice:secret-of-alice,bob:secret-of-bob")
-    tenants = tenants_of("0.0.0.0")
-    assert (tenants.of("secret-of-bob"), tenants.of("secret"), tenants.of("")) == ("bob", None, None)
+    assert tenants_of("0.0.0.0") == {"secret-of-alice": "alice", "secret-of-bob": "bob"}
     for wrong in ("a:short", "x y:long-enough-key", "a:same-key-1,b:same-key-1"):
         monkeypatch.setenv("PENSIEVE_API_KEYS", wrong)
         with pytest.raises(ConfigError):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import shutil
 import sqlite3
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -19,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pensieve.errors import ConfigError
 from pensieve.plugins.engines.process import free_port
 from pensieve.serve.server import create_server
-from pensieve.serve.server.app import ServeSettings
-from pensieve.serve.server.command import open_state
+from pensieve.serve.server.app import ServeSettings, open_state
 from pensieve.serve.server.conversations import Conversations
 from pensieve.serve.server.state import StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, healthy, serving, until
@@ -63,9 +60,8 @@ def known(app):
             one.asked,
             one.tokens,
             one.messages,
-            one.replies,
-            {length: count for length, count in one.claims.items() if count},
-            [(m.length, m.asked, m.messages, m.key, m.turn.prompt_tokens, m.turn.ttft_ms) for m in one.marks],
+            one.claims,
+            one.marks,
         )
         for one in app.server.conversations
     }
@@ -159,7 +155,7 @@ def test_what_is_known_after_a_kill_is_what_was_known_before(tmp_path):
     with served(killed) as (app, client):
         found = respond(client, "Or else, first of all?", first["id"])["usage"]["input_tokens_details"]
         [fork] = [one for one in app.server.conversations if one.marks[-1].asked and one.parent and one.id not in names]
-        assert found["recomputed"] > 10 and "restarted" in {miss.cause for miss in fork.marks[-1].turn.misses}
+        assert found["recomputed"] > 10 and "restarted" in {miss["cause"] for miss in fork.marks[-1].told["misses"]}
         messages = app.server.conversations.find("alice", "named").messages
         chat(client, "", messages=[*messages, {"role": "user", "content": "By what was said"}])
         assert len(app.server.conversations.find("alice", "named").marks) == len(before["alice", "named"][-1]) + 1
@@ -185,39 +181,6 @@ def test_a_conversation_deleted_before_it_was_asked_again_is_given_up_on_disk_to
         left = {name: told for name, _, told in disowned}
         assert left["alice/deleted"] == tokens and left["alice/asked"][: len(tokens)] and None in left.values()
         engine.cache.check()
-
-
-def test_a_flipped_bit_restores_what_was_said_or_nothing(tmp_path, caplog):
-    """Wherever in the file: never other tokens, and never an error but the sentence for a file that is none of ours."""
-    file, flipped = tmp_path / "state.db", tmp_path / "flipped.db"
-    with served(file) as (app, client):
-        for turn in range(3):
-            chat(client, f"Question {turn} of Alice", session_id="talk", max_tokens=20)
-            respond(client, f"Something to keep {turn}")
-        true = known(app)
-    whole, rng = file.read_bytes(), random.Random(5)
-    left_out = kept = refused = 0
-    for _ in range(400):
-        damaged = bytearray(whole)
-        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        for old in tmp_path.glob("flipped.db*"):
-            old.unlink()
-        flipped.write_bytes(damaged)
-        conversations = Conversations(lambda _: None)
-        try:
-            state = StateFile(flipped, "tiny")
-        except ConfigError:
-            refused += 1
-            continue
-        caplog.clear()
-        state.restore(conversations)
-        state.close()
-        found = known(SimpleNamespace(server=SimpleNamespace(conversations=conversations)))
-        for name, one in found.items():
-            assert one[:9] == true[name][:9] and one[10] == true[name][10]
-        assert len(found) == len(true) or caplog.text.count("is damaged") >= 1
-        left_out, kept = left_out + (len(found) < len(true)), kept + (len(found) == len(true))
-    assert left_out > 10 and kept > 10 and refused < 40, (left_out, kept, refused)
 
 
 def test_the_forgotten_leave_the_file_and_what_they_said_is_nowhere(tmp_path):

@@ -20,7 +20,7 @@ from pensieve.core.request import Request
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError, RequestFailed
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server import command, create_server
+from pensieve.serve.server import app, create_server
 from pensieve.serve.server.api import Server, Stream, Turn
 from pensieve.serve.server.app import ServeSettings
 from pensieve.serve.server.conversations import Conversation, Mark
@@ -184,17 +184,17 @@ def test_forget_beside_requests_keeps_the_engine_whole():
 
 def test_a_taken_port_is_told_before_the_model_loads(monkeypatch):
     loaded = []
-    monkeypatch.setattr(command, "server_of", lambda *given, **_: loaded.append(given))
+    monkeypatch.setattr(app, "server_of", lambda *given, **_: loaded.append(given))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} .*already in use.*serve\.port=8001"):
-            command.serve({"model": {"name": "tiny"}, "serve": {"port": port}})
+            app.serve({"model": {"name": "tiny"}, "serve": {"port": port}})
     assert loaded == []
 
 
 def test_the_first_bytes_of_a_reply_wait_for_no_acknowledgement():
     """A socket that asyncio is given keeps small packets back, unless it was told not to."""
-    with command.bind(ServeSettings(port=0)) as bound, socket.create_connection(bound.getsockname()):
+    with app.bind(ServeSettings(port=0)) as bound, socket.create_connection(bound.getsockname()):
         accepted, _ = bound.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

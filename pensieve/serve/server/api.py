@@ -24,9 +24,9 @@ from pensieve.lab.compose.model_files import build_tokenizer, model_config
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
 from pensieve.lab.compose.settings import check, locate
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.conversations import Asked, Conversation, Conversations, Mark, Message, message_keys
+from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Said, message_keys, told_of
 from pensieve.serve.systems.base import AnsweringSystem
-from pensieve.serve.tokenizer import ChatTemplate, TextStream, Tokenizer, before_stop
+from pensieve.serve.tokenizer import ChatTemplate, Message, TextStream, Tokenizer, before_stop
 from pensieve.units import percent
 
 if TYPE_CHECKING:
@@ -350,14 +350,14 @@ class Generation:
     _decode: Callable[[Sequence[int]], str] = field(repr=False, compare=False)
     _stops: tuple[str, ...] = ()
 
-    @cached_property
+    @property
     def token_ids(self) -> list[int]:
         return list(self.turn.token_ids)
 
     @cached_property
     def text(self) -> str:
         """The reply, without the stop string that ended it."""
-        text = self._decode(self.token_ids)
+        text = self._decode(self.turn.token_ids)
         return before_stop(text, self._stops) if self.turn.finish_reason == "stop" else text
 
 
@@ -369,7 +369,7 @@ class Turn:
     the client says of the time after the reply. keep_alive_s: of its conversation, from now on. on_event: called in the
     engine's thread with each token, and with None once `future` is done. A turn that ended has let go of it, so that it and
     whoever waited for it are no cycle. cut: somebody has cancelled it. asked, held (tokens of the conversation): as
-    of its start.
+    of its start. messages: with its reply, once it stands.
     """
 
     server: Server
@@ -384,23 +384,21 @@ class Turn:
     on_event: Callable[[Event | None], None] | None = None
     future: Future[Generation] = field(default_factory=Future)
     conversation: Conversation = field(init=False)
-    ask: Asked | Callable[[Conversation], Asked] | None = field(init=False, default=None)
-    asked: Asked | None = None
+    ask: Said | Callable[[Conversation], Said] | None = field(init=False, default=None)
+    asked: Said | None = None
     held: int = 0
-    mark: Mark | None = None
+    messages: list[Message] | None = None
     cut: bool = False
 
     @property
     def stops(self) -> tuple[str, ...]:
         return self.output.stop if isinstance(self.output, Free) else ()
 
-    def asks(self, messages: list[Message], replies: dict[int, list[int]] | None = None) -> Asked:
-        """What it asks with these messages, all of them. replies: the model's own tokens of some of them, by place."""
-        replies = replies or {}
-        prompt = self.server.template.prompt(messages, replies, self.tools)
-        return Asked(array("i", prompt), messages, replies)
+    def asks(self, messages: list[Message]) -> Said:
+        """What it asks with these messages, all of them."""
+        return Said(array("i", self.server.template.prompt(messages, self.tools)), messages)
 
-    def begin(self, conversation: Conversation, ask: Asked | Callable[[Conversation], Asked]) -> None:
+    def begin(self, conversation: Conversation, ask: Said | Callable[[Conversation], Said]) -> None:
         """Serve it once the earlier turns of its conversation have ended. ask: what it asks, or what says so then."""
         self.conversation, self.ask = conversation, ask
         if self.keep_alive_s is not None:
@@ -459,16 +457,16 @@ class Turn:
         self.held, self.ask = len(conversation.tokens), None
         asked = self.asked = ask(conversation) if callable(ask) else ask
         if self.fits and isinstance(self.output, Free):
-            room = max(1, self.server.most_tokens - len(asked.prompt))
+            room = max(1, self.server.most_tokens - len(asked.tokens))
             self.output = replace(self.output, max_new_tokens=min(self.output.max_new_tokens, room))
         conversation.asked += 1
-        known, keep_s = conversation.known(asked.prompt), conversation.keep_alive_s
+        known, keep_s = conversation.known(asked.tokens), conversation.keep_alive_s
         fork, conversation.fork = conversation.fork, None
         return Request(
             self.id,
             conversation.engine_name,
             conversation.asked,
-            asked.prompt,
+            asked.tokens,
             self.output,
             self.sampling,
             intended_s=self.intended_s,
@@ -497,19 +495,18 @@ class Turn:
         stopped = record.finish_reason == "stop"
         reply = array("i", tokenizer.encode(tokenizer.literal(said.text), marked=True)) if stopped else record.token_ids
         assert asked is not None
-        messages, key, replies = None, None, dict(asked.replies)
+        messages, key = None, None
         if asked.messages is not None:
-            if not stopped:  # else the template encodes what was told of it
-                replies[len(asked.messages)] = list(reply)
-            messages = [*asked.messages, {"role": "assistant", "content": said.text}]
+            own = {} if stopped else {"ids": list(reply)}  # else the template encodes what was told of it
+            messages = self.messages = [*asked.messages, {"role": "assistant", "content": said.text, **own}]
             key = message_keys(messages, self.tools)[-1]
-        tokens = asked.prompt + reply
-        before = min(self.held, len(asked.prompt))
+        tokens = asked.tokens + reply
+        before = min(self.held, len(asked.tokens))
         ended = record.finish_reason == "eos"  # by a token that a template may write in its own way
-        self.mark = Mark(len(tokens) - ended, record, before, len(messages or ()), key)
+        mark = Mark(len(tokens) - ended, before, told_of(record, self.server.moment), len(messages or ()), key)
         # The last token of a turn has no KV.
-        computed = len(asked.prompt) + common_prefix(reply, record.token_ids[:-1])
-        self.server.conversations.settle(self.conversation, tokens, self.mark, computed, messages, replies)
+        computed = len(asked.tokens) + common_prefix(reply, record.token_ids[:-1])
+        self.server.conversations.settle(self.conversation, Said(tokens, messages), mark, computed)
 
     def _over(self, what: Generation | PensieveError) -> None:
         """Free its conversation for the next turn, and give up one that never came to anything."""

@@ -1,18 +1,25 @@
-"""The server over HTTP: the API of OpenAI, responses that own their KV, sessions, and a page."""
+"""The server over HTTP: the API of OpenAI, responses that own their KV, sessions, a page; and the command that runs it."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import random
+import socket
+import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
+import uvicorn
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
@@ -22,10 +29,14 @@ from starlette.exceptions import HTTPException
 from pensieve import __version__
 from pensieve.core.request import Free, Sampling
 from pensieve.errors import ConfigError, PensieveError
-from pensieve.serve.server.api import Server, Turn
+from pensieve.lab.compose.conf import outputs_folder
+from pensieve.lab.compose.model_files import model_identity
+from pensieve.lab.compose.settings import ModelConfig, check_node, resolved
+from pensieve.lab.trial.terminal import say
+from pensieve.serve.server.api import Server, Turn, replicated_server, server_of
 from pensieve.serve.server.conversations import LONGEST_NAME, Stored, session_name
-from pensieve.serve.server.gate import OPERATOR, SESSION_HEADER, BodyRoute, Gate, Tenants, refused
-from pensieve.serve.server.observers import Meters
+from pensieve.serve.server.gate import KEYS, OPERATOR, SESSION_HEADER, Gate, StrictRoute, digest, refused, tenants_of
+from pensieve.serve.server.observers import Meters, Recording
 from pensieve.serve.server.replies import (
     ChatReply,
     CompletionReply,
@@ -46,8 +57,15 @@ from pensieve.serve.server.schemas import (
 )
 from pensieve.serve.server.state import StateFile
 
+log = logging.getLogger(__name__)
+
 SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
 _INLINE_BYTES = 16_384  # of a body whose prompt is made in the event loop
+_SWITCH_S = 0.0005  # how long a thread may hold the interpreter while another, the engine's or a client's, waits
+_KEEP_ALIVE_S = 75
+"""How long a connection may be idle. Clients built on httpx, OpenAI's own among them, use one again for up to 5 s; uvicorn's
+default is as long, so that it closed some of them in the face of the next message."""
+
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -82,8 +100,10 @@ class ServeSettings(BaseModel):
 class App:
     """The state of one HTTP server. `server` is None until the engine is warm."""
 
-    def __init__(self, settings: ServeSettings, tenants: Tenants, model: str) -> None:
-        self.settings, self.tenants, self.model = settings, tenants, model
+    def __init__(self, settings: ServeSettings, tenants: Mapping[str, str], model: str) -> None:
+        """tenants: by their keys; none: there is one tenant, and no key is asked for."""
+        self.settings, self.model = settings, model
+        self.tenants = {digest(key): tenant for key, tenant in tenants.items()}
         self.server: Server | None = None
         self.failure: str | None = None
         self.meters: Meters
@@ -99,7 +119,6 @@ class App:
         s = self.settings
         server.conversations.limit(s.max_sessions, s.keep_alive_s)
         self.meters = Meters(server)
-        server.observe(lambda turn, record: self.meters.turn_ended(record))
         self._kept, self.restored = state, 0 if state is None else state.restore(server.conversations)
 
     def sweep(self) -> None:
@@ -131,7 +150,7 @@ class App:
         self.check_model(body.model)
         server, most = self.warm, self.settings.max_queue
         if server.under_way >= most:
-            self.meters.shed()
+            self.meters.shed.inc()
             raise HTTPException(429, f"{most} turns are under way, which is all there may be; try again.")
         default = self.sampling
         sampling = Sampling(
@@ -160,10 +179,18 @@ class App:
         return stored
 
 
+Session = Annotated[str | None, Header(alias=SESSION_HEADER, max_length=LONGEST_NAME)]
+
+
 def create_app(state: App) -> FastAPI:
+    async def sweep() -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await asyncio.to_thread(state.sweep)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        sweeping = asyncio.ensure_future(_sweep(state))
+        sweeping = asyncio.ensure_future(sweep())
         yield
         sweeping.cancel()
         if state.on_close is not None:
@@ -173,25 +200,10 @@ def create_app(state: App) -> FastAPI:
         code: {"description": HTTPStatus(code).phrase} for code in (400, 401, 403, 404, 413, 429, 503)
     }
     app = FastAPI(title="Pensieve", lifespan=lifespan, docs_url=None, redoc_url=None, responses=told)
-    app.state.settings = state.settings
+    app.router.route_class = StrictRoute
     app.add_middleware(Gate, state=state)
     for error in (PensieveError, HTTPException, RequestValidationError):
         app.add_exception_handler(error, refused)
-    _add_routes(app, state)
-    return app
-
-
-async def _sweep(state: App) -> None:
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        await asyncio.to_thread(state.sweep)
-
-
-Session = Annotated[str | None, Header(alias=SESSION_HEADER, max_length=LONGEST_NAME)]
-
-
-def _add_routes(app: FastAPI, state: App) -> None:
-    app.router.route_class = BodyRoute
 
     async def served(
         request: Request, reply: Reply, turn: Turn, begin: Callable[[], None], streams: bool | None
@@ -305,7 +317,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        if state.tenants.required and _tenant(request) != OPERATOR:
+        if state.tenants and _tenant(request) != OPERATOR:
             raise HTTPException(404, f"Only the key of the tenant {OPERATOR!r} may read the metrics of all.")
         text = await asyncio.to_thread(state.meters.text)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -316,6 +328,8 @@ def _add_routes(app: FastAPI, state: App) -> None:
     async def page() -> Response:
         return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
 
+    return app
+
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -323,3 +337,121 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def _tenant(request: Request) -> str:
     tenant: str = request.scope["pensieve.tenant"]
     return tenant
+
+
+# -- the command --------------------------------------------------------------------------------------------------------
+
+
+def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit status."""
+    settings = check_node(ServeSettings, config, "serve")
+    bound = bind(settings)  # before the model loads: a port that is taken is told at once
+    state = App(settings, tenants_of(settings.host), str(config["model"]["name"]))
+    sys.setswitchinterval(_SWITCH_S)
+    http = uvicorn.Server(uvicorn_config(state))
+    loading = threading.Thread(target=_load, args=(state, config, http), daemon=True)
+    loading.start()
+    http.run(sockets=[bound])
+    loading.join()
+    if state.failure is not None:
+        raise ConfigError(state.failure)
+    return 0
+
+
+def bind(settings: ServeSettings) -> socket.socket:
+    """The socket of host and port, which nobody is answered on yet. Raises ConfigError."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        bound = socket.create_server(address, family=family, backlog=2048)
+        # asyncio sets it for sockets of its own. Without it the first bytes of a reply wait 40 ms for an acknowledgement.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return bound
+    except OSError as error:
+        raise ConfigError(
+            f"The server cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another port with "
+            "serve.port=8001 (0: any that is free), or end the program that listens there."
+        ) from error
+
+
+def uvicorn_config(state: App) -> uvicorn.Config:
+    settings = state.settings
+    return uvicorn.Config(
+        create_app(state),
+        http="h11",  # which limits the bytes of headers
+        limit_concurrency=settings.max_connections,
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,  # nobody asks whence a client came
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+    )
+
+
+def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
+    """While /health says that the engine is loading. An error ends the server, or nobody would learn why it never gets
+    ready; one that was stopped while it loaded has not failed."""
+    with ExitStack() as opened:
+        try:
+            server = _open(state, config, opened)
+        except Exception as error:
+            if http.should_exit:
+                log.info("Stopped while the engine was loading: %s", error)
+                return
+            if not isinstance(error, PensieveError):
+                log.exception("The server cannot start.")
+            state.failure = str(error) if isinstance(error, PensieveError) else f"The server cannot start: {error!r}."
+            http.should_exit = True
+            return
+        state.on_close = opened.pop_all().close
+    state.server = server
+    port = http.servers[0].sockets[0].getsockname()[1] if getattr(http, "servers", ()) else state.settings.port
+    address = f"http://{state.settings.host}:{port}/"
+    say(f"{state.model} is ready at {address} (v1 API, /metrics, page). Ctrl-C stops it.")
+
+
+def _open(state: App, config: Mapping[str, Any], opened: ExitStack) -> Server:
+    """The engine, and what its turns are kept in. opened: closes all of it, the engine first."""
+    settings = state.settings
+    kept = open_state(settings, config)
+    if kept is not None:
+        opened.callback(kept.close)
+    if settings.replicas > 1:
+        without_keys = {KEYS: ""}  # the replicas know no clients
+        server = replicated_server(config, settings.replicas, settings.router, without_keys)
+    else:
+        server = server_of(config, keeps_disk=kept is not None)
+    behind = opened.enter_context(ExitStack())
+    opened.callback(server.close)
+    if settings.record:
+        named = outputs_folder() / "traffic.parquet" if settings.record is True else settings.record
+        recording = Recording(server, Path(named).expanduser(), config)
+        behind.callback(recording.close)
+        say(f"Turns are recorded to {recording.path}.")
+    state.prepare(server, kept)
+    if state.restored:
+        say(f"{state.restored} conversations of before are known again.")
+    # What there is now is here to stay: the cycle collector does not go through it again, which takes 0.1 s and more while
+    # nobody is served. The last call counts what is not, which is nothing, or what requests leave would grow to a quarter.
+    gc.collect()
+    gc.freeze()
+    gc.collect()
+    return server
+
+
+def open_state(settings: ServeSettings, config: Mapping[str, Any]) -> StateFile | None:
+    """Where conversations are kept; None: nowhere. Raises ConfigError for a file that was asked for and cannot serve."""
+    if settings.state is False or settings.state == "off":
+        return None
+    plain = resolved({"model": config["model"]})
+    model = model_identity(ModelConfig.model_validate(plain["model"]), bool(config["hardware"]["simulated"]))
+    if settings.state != "auto":
+        return StateFile(Path(settings.state).expanduser(), model)
+    try:
+        return StateFile(outputs_folder() / "serve.db", model)
+    except ConfigError as error:
+        say(f"Conversations end with this server: {error}")
+        return None

@@ -12,9 +12,9 @@ import threading
 import time
 import unicodedata
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from pensieve.core.request import Fork, TokenArray, text_of, tokens_of
 from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, TooManySessions
 from pensieve.serve.record import Transcript, TurnRecord
+from pensieve.serve.tokenizer import Message, plain_messages
 
 if TYPE_CHECKING:
     from pensieve.serve.server.api import Turn
@@ -36,20 +37,28 @@ _NEIGHBOURS = 8  # on either side of where a prompt would be sorted in
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A turn that stands. length: tokens of the conversation at its end, without one that only says so; messages: the same,
-    with the reply, and key: their name, where they are known. asked: tokens before its own message."""
+    with the reply, and key: their name, where they are known. asked: tokens before its own message. told: see told_of."""
 
     length: int
-    turn: TurnRecord
     asked: int
+    told: dict[str, Any]
     messages: int = 0
-    key: bytes | None = None
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A conversation's tokens, from the first, and the messages that they say, where these are known."""
+
+    tokens: TokenArray[int]
+    messages: list[Message] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Conversation(Transcript):
     """A transcript, its turns, and what is asked of it now. named: by its client, who expects to find it again; others are
-    found by what was said. claims: lengths at which somebody may want to go on (responses that were stored), so tokens below
-    the largest are not replaced. One turn runs at a time; others wait.
+    found by what was said. claims: stored responses that somebody may want to go on from, so what stands is not replaced.
+    One turn runs at a time; others wait.
     """
 
     tenant: str
@@ -59,12 +68,10 @@ class Conversation(Transcript):
     used_at: float
     keep_alive_s: float | None = None
     marks: list[Mark] = field(default_factory=list)
-    claims: Counter[int] = field(default_factory=Counter)
+    claims: int = 0
     computed: int = 0
     """Leading tokens that were computed; of a reply not the last token, nor what was encoded again at a stop string."""
     messages: list[Message] | None = None
-    replies: dict[int, list[int]] = field(default_factory=dict)
-    """The model's own tokens of messages that it said, by their place."""
     asked: int = 0
     running: Turn | None = None
     waiting: deque[Turn] = field(default_factory=deque)
@@ -94,36 +101,20 @@ class Conversation(Transcript):
         """Leading tokens of the prompt that were computed before."""
         return min(common_prefix(self.tokens, prompt), self.computed)
 
-    def first_replies(self, messages: int) -> dict[int, list[int]]:
-        """The model's own tokens of what it said in the first so many messages."""
-        return {place: ids for place, ids in list(self.replies.items()) if place < messages}
-
+    @property
     def claimed(self) -> int:
         """Tokens that have to stay as they are."""
-        return max((length for length, count in self.claims.items() if count), default=0)
-
-
-Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a turn asks. prompt: all tokens, from the conversation's first. messages: what they say, where it is known;
-    replies: the model's own tokens of some of them, by place."""
-
-    prompt: TokenArray[int]
-    messages: list[Message] | None = None
-    replies: dict[int, list[int]] = field(default_factory=dict)
+        return self.marks[-1].length if self.claims and self.marks else 0
 
 
 @dataclass(slots=True)
 class Stored:
-    """A response that its client may go on from. body: as it was sent. instructed: the conversation's first message is the
-    instructions of this response alone."""
+    """A response that its client may go on from. body: as it was sent. messages: up to its reply. instructed: the first one
+    is the instructions of this response alone."""
 
     body: dict[str, Any]
     conversation: Conversation
-    mark: Mark
+    messages: list[Message]
     instructed: bool
 
 
@@ -140,25 +131,49 @@ def session_name(name: object) -> str:
     return said
 
 
-def message_keys(messages: Sequence[Message], tools: object = None) -> list[bytes]:
+def message_keys(messages: Sequence[Message], tools: object = None) -> list[str]:
     """Return for each message a key of it and all before it. tools: that the template shows with them."""
     said, keys = hashlib.blake2b(digest_size=16), []
-    for value in (tools or None, *messages):
+    for value in (tools or None, *plain_messages(messages)):
         said.update(json.dumps(value, sort_keys=True).encode())
-        keys.append(said.digest())
+        keys.append(said.hexdigest())
     return keys[1:]
 
 
-def _more(turn: Turn, held: Conversation, messages: list[Message]) -> Asked:
+def _more(turn: Turn, held: Conversation, messages: list[Message]) -> Said:
     """What the conversation holds, and new messages."""
     if held.messages is not None or not held.tokens:
-        return turn.asks([*(held.messages or ()), *messages], dict(held.replies))
+        return turn.asks([*(held.messages or ()), *messages])
     if len(messages) != 1 or messages[0].get("role") != "user":
         raise ConfigError(
             "This session holds raw text, so it takes one message of the user at a time, or a whole history."
         )
     following = turn.server.template.following(str(messages[0]["content"]), held.tokens[-1])
-    return Asked(held.tokens + array("i", following))
+    return Said(held.tokens + array("i", following))
+
+
+_TOLD = ("status", "finish_reason", "ttft_ms", "latency_ms", "queue_ms", "prompt_tokens", "output_tokens")
+
+
+def told_of(turn: TurnRecord, moment: Callable[[float], float]) -> dict[str, Any]:
+    """What clients are told of a turn that stands, as JSON. moment: a time of the engine's clock as seconds since 1970."""
+    misses = [{**asdict(miss), "evicted_at": miss.evicted_s and moment(miss.evicted_s)} for miss in turn.misses]
+    found = {"prompt_tokens_details": prompt_details(turn), "misses": misses}
+    return {**{name: getattr(turn, name) for name in _TOLD}, **found}
+
+
+def prompt_details(turn: TurnRecord) -> dict[str, int]:
+    """KV that another conversation had left counts as found, though it was new here."""
+    shared, disk = turn.shared_hit_tokens or 0, turn.disk_hit_tokens or 0
+    gpu, cpu = (turn.gpu_hit_tokens or 0) + shared, turn.cpu_hit_tokens or 0
+    return {
+        "cached_tokens": gpu + cpu + disk,
+        "gpu": gpu,
+        "cpu": cpu,
+        "disk": disk,
+        "recomputed": turn.recomputed_tokens or 0,
+        "new": (turn.new_tokens or 0) - shared,
+    }
 
 
 class Conversations:
@@ -171,7 +186,7 @@ class Conversations:
         self._most, self._keep_alive_s = math.inf, math.inf
         self._all: dict[str, dict[str, Conversation]] = {}  # by tenant and id
         self._sorted: dict[str, list[Conversation]] = {}  # of each tenant, by tokens
-        self._by_key: dict[tuple[str, bytes], tuple[Conversation, int]] = {}
+        self._by_key: dict[tuple[str, str], tuple[Conversation, Mark]] = {}
         self._responses: dict[str, dict[str, Stored]] = {}  # by tenant and id, the oldest first
         self.keeper: StateFile | None = None
         """Who hears of all that outlives a turn."""
@@ -199,12 +214,13 @@ class Conversations:
         with self.lock:
             return sum(map(len, self._all.values()))
 
-    def by_messages(self, tenant: str, keys: Sequence[bytes]) -> tuple[Conversation, Mark] | None:
-        """The conversation of which a turn ended with these messages, the most of them, and the mark of that turn."""
+    def by_messages(self, tenant: str, keys: Sequence[str]) -> tuple[Conversation, Mark, list[Message]] | None:
+        """The conversation of which a turn ended with these messages, the most of them, the mark of that turn, and they."""
         with self.lock:
             for key in reversed(keys):
                 if (known := self._by_key.get((tenant, key))) is not None:
-                    return known[0], known[0].marks[known[1]]
+                    conversation, mark = known
+                    return conversation, mark, (conversation.messages or [])[: mark.messages]
         return None
 
     def by_tokens(self, tenant: str, prompt: TokenArray[int]) -> tuple[Conversation, int] | None:
@@ -245,9 +261,7 @@ class Conversations:
             child.computed = min(parent.computed, max(keep - 1, 0))
             child.marks = [mark for mark in parent.marks if mark.length <= keep]
             if parent.messages is not None:
-                said = child.marks[-1].messages if child.marks else 0
-                child.messages = parent.messages[:said]
-                child.replies = parent.first_replies(said)
+                child.messages = parent.messages[: child.marks[-1].messages if child.marks else 0]
             child.keep_alive_s, child.restored = parent.keep_alive_s, parent.restored
             child.parent, child.asked = parent.id, len(child.marks)
             if not parent.restored:  # else the engine has nothing of it
@@ -267,32 +281,31 @@ class Conversations:
             if known is None:
                 self._nearest(turn, tenant, turn.asks(messages))
             else:
-                self.go_on(turn, *known, messages, known[0].first_replies(known[1].messages))
+                conversation, mark, own = known
+                self._go_on(turn, conversation, mark, turn.asks([*own, *messages[len(own) :]]))
             return
         if whole is None:
             whole = any(message.get("role") == "assistant" for message in messages)
         with self.lock:
             conversation = self._named(tenant, name)
             if whole:
-                pairs = enumerate(zip(messages, conversation.messages or (), strict=False))
-                same = sum(1 for _ in itertools.takewhile(lambda pair: pair[1][0] == pair[1][1], pairs))
-                asked = turn.asks(messages, conversation.first_replies(same))
+                own = conversation.messages or []
+                told = zip(plain_messages(own), messages, strict=False)
+                same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], told))
+                asked = turn.asks([*own[:same], *messages[same:]])
                 turn.begin(self._unclaimed(conversation, asked), asked)
             else:
                 turn.begin(conversation, lambda held: _more(turn, held, messages))
 
-    def go_on(
-        self, turn: Turn, conversation: Conversation, mark: Mark, messages: list[Message], replies: dict[int, list[int]]
-    ) -> None:
-        """Go on from a mark with these messages, the whole history; replies: the model's own tokens of some of them."""
-        asked = turn.asks(messages, replies)
+    def _go_on(self, turn: Turn, conversation: Conversation, mark: Mark, asked: Said) -> None:
+        """Go on from a mark."""
         with self.lock:
             if self.find(conversation.tenant, conversation.id) is not conversation:  # it is gone
-                turn.begin(self.open(conversation.tenant), asked)
+                self._nearest(turn, conversation.tenant, asked)
                 return
             last = bool(conversation.marks) and conversation.marks[-1] is mark
-            shared = common_prefix(conversation.tokens, asked.prompt)
-            if not (conversation.idle and last and shared >= conversation.claimed()):
+            shared = common_prefix(conversation.tokens, asked.tokens)
+            if not (conversation.idle and last and shared >= conversation.claimed):
                 conversation = self.fork(conversation, shared)
             turn.begin(conversation, asked)
 
@@ -305,7 +318,7 @@ class Conversations:
             ids = array("i", server.tokenizer.encode(text_of(prompt, "prompt")))
         else:
             begin, ids = array("i"), tokens_of(prompt, server.vocab)
-        asked = Asked(begin + ids)
+        asked = Said(begin + ids)
         if name is None:
             self._nearest(turn, tenant, asked, prompt if isinstance(prompt, str) else None)
             return
@@ -314,28 +327,28 @@ class Conversations:
             if whole:
                 turn.begin(self._unclaimed(conversation, asked), asked)
             else:
-                turn.begin(conversation, lambda held: Asked((held.tokens or begin) + ids))
+                turn.begin(conversation, lambda held: Said((held.tokens or begin) + ids))
 
     def _named(self, tenant: str, name: str) -> Conversation:
         return self.find(tenant, session_name(name)) or self.open(tenant, name)
 
-    def _unclaimed(self, conversation: Conversation, asked: Asked) -> Conversation:
+    def _unclaimed(self, conversation: Conversation, asked: Said) -> Conversation:
         """The conversation, or a fork where this prompt leaves it before what has to stay."""
-        shared = common_prefix(conversation.tokens, asked.prompt)
-        leaves = conversation.idle and shared < conversation.claimed()
+        shared = common_prefix(conversation.tokens, asked.tokens)
+        leaves = conversation.idle and shared < conversation.claimed
         return self.fork(conversation, shared) if leaves else conversation
 
-    def _nearest(self, turn: Turn, tenant: str, asked: Asked, text: str | None = None) -> None:
+    def _nearest(self, turn: Turn, tenant: str, asked: Said, text: str | None = None) -> None:
         """In the conversation that the prompt goes on from, a fork of the one that shares most with it, or a new one."""
         with self.lock:
-            conversation, shared = self.by_tokens(tenant, asked.prompt) or (None, 0)
+            conversation, shared = self.by_tokens(tenant, asked.tokens) or (None, 0)
             if conversation is not None and text is not None and _LEAST_SHARED <= shared < len(conversation.tokens):
                 # A text may begin with all that was said and still encode to other tokens: then those said are taken.
                 said = turn.server.tokenizer.decode(conversation.tokens)
                 if said and text.startswith(said):
                     shared = len(conversation.tokens)
                     rest = array("i", turn.server.tokenizer.encode(text[len(said) :]))
-                    asked = Asked(conversation.tokens + rest)
+                    asked = Said(conversation.tokens + rest)
             if conversation is None or not (conversation.idle and shared == len(conversation.tokens)):
                 if conversation is not None and shared >= _LEAST_SHARED:
                     conversation = self.fork(conversation, shared)
@@ -345,27 +358,18 @@ class Conversations:
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
-    def settle(
-        self,
-        conversation: Conversation,
-        tokens: TokenArray[int],
-        mark: Mark,
-        computed: int = 0,
-        messages: list[Message] | None = None,
-        replies: dict[int, list[int]] | None = None,
-    ) -> None:
+    def settle(self, conversation: Conversation, said: Said, mark: Mark, computed: int) -> None:
         """Record a turn that stands: what the conversation holds now, the mark of its end, and how many leading tokens were
         computed."""
         with self.lock:
-            kept = common_prefix(conversation.tokens, tokens)
+            kept = common_prefix(conversation.tokens, said.tokens)
             if kept < len(conversation.tokens):
                 self._forget_marks(conversation, kept)
-            self._replace(conversation, tokens)
+            self._replace(conversation, said.tokens)
             conversation.marks.append(mark)
-            conversation.computed = computed
-            conversation.messages, conversation.replies = messages, replies or {}
+            conversation.computed, conversation.messages = computed, said.messages
             if mark.key is not None:
-                self._by_key[conversation.tenant, mark.key] = conversation, len(conversation.marks) - 1
+                self._by_key[conversation.tenant, mark.key] = conversation, mark
             conversation.used_at = self._now()
             conversation.restored, conversation.begun = False, True
         if self.keeper is not None:
@@ -378,18 +382,18 @@ class Conversations:
             known = self._all.setdefault(conversation.tenant, {})
             known[conversation.id] = conversation
             bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=_TOKENS)
-            for place, mark in enumerate(conversation.marks):
+            for mark in conversation.marks:
                 if mark.key is not None:
-                    self._by_key.setdefault((conversation.tenant, mark.key), (conversation, place))
+                    self._by_key.setdefault((conversation.tenant, mark.key), (conversation, mark))
             conversation.restored = conversation.begun = True
             conversation.computed = max(len(conversation.tokens) - 1, 0)
 
     def _forget_marks(self, conversation: Conversation, kept: int) -> None:
         """Drop the keys of turns whose tokens are replaced. The key of a turn that a fork took over stays the fork's."""
-        for place, mark in enumerate(conversation.marks):
+        for mark in conversation.marks:
             if mark.length > kept and mark.key is not None:
                 known = self._by_key.get((conversation.tenant, mark.key))
-                if known == (conversation, place):
+                if known is not None and known[0] is conversation:
                     del self._by_key[conversation.tenant, mark.key]
         conversation.marks = [mark for mark in conversation.marks if mark.length <= kept]
 
@@ -409,13 +413,13 @@ class Conversations:
     # -- responses ----------------------------------------------------------------------------------------------------
 
     def store(self, response_id: str, stored: Stored) -> None:
-        """Tokens of its conversation up to its end are not replaced from now on. Their KV stays in the cache as any other."""
+        """What its conversation holds is not replaced from now on. Their KV stays in the cache as any other."""
         tenant = stored.conversation.tenant
         with self.lock:
             mine = self._responses.setdefault(tenant, {})
             oldest = next(iter(mine)) if len(mine) >= self._most else None
             mine[response_id] = stored
-            stored.conversation.claims[stored.mark.length] += 1
+            stored.conversation.claims += 1
         if self.keeper is not None:
             self.keeper.stored(response_id, stored)
         if oldest is not None:
@@ -431,7 +435,7 @@ class Conversations:
             stored = self._responses.get(tenant, {}).pop(response_id, None)
             if stored is None:
                 return False
-            stored.conversation.claims[stored.mark.length] -= 1
+            stored.conversation.claims -= 1
             self.give_up(stored.conversation)
         if self.keeper is not None:
             self.keeper.unstored(response_id)
@@ -440,7 +444,7 @@ class Conversations:
     def give_up(self, conversation: Conversation) -> None:
         """Remove a conversation that no stored response claims, unless it has a name or is busy."""
         with self.lock:
-            if not conversation.claimed() and conversation.idle and not conversation.named:
+            if not conversation.claims and conversation.idle and not conversation.named:
                 self.remove(conversation)
 
     # -- end ----------------------------------------------------------------------------------------------------------
@@ -481,7 +485,7 @@ class Conversations:
     def _make_room(self, tenant: str) -> None:
         mine = self._all.get(tenant, {})
         if len(mine) >= self._most:
-            spare = [one for one in mine.values() if one.idle and not one.named and not one.claimed()]
+            spare = [one for one in mine.values() if one.idle and not one.named and not one.claims]
             if not spare:
                 raise TooManySessions(
                     f"There are {len(mine)} sessions, which is all there may be; delete some (DELETE /v1/sessions/ID), or "

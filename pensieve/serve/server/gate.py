@@ -1,4 +1,4 @@
-"""Who comes in and with what: the key, the host, the body of a request; and which status and sentence a refusal becomes."""
+"""Who comes in and with what: the key, the host, the length of a body; and which status and sentence a refusal becomes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pensieve.errors import (
     CapacityError,
@@ -79,29 +79,14 @@ def refused(_: object, error: Exception) -> Response:
     return JSONResponse(error_body(sentence, kind, own or code, where), status_code=status, headers=headers)
 
 
-class Tenants:
-    """Whose key it is. Without keys there is one tenant, and no key is asked for."""
-
-    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        """keys: tenant by key."""
-        self._tenants = {_digest(key): tenant for key, tenant in (keys or {}).items()}
-
-    @property
-    def required(self) -> bool:
-        return bool(self._tenants)
-
-    def of(self, key: str) -> str | None:
-        """The tenant; None: nobody's key. Digests are compared, so the time it takes says nothing of a key."""
-        return self._tenants.get(_digest(key)) if self._tenants else ""
-
-
-def _digest(key: str) -> bytes:
+def digest(key: str) -> bytes:
+    """What keys are compared by: the time it takes says nothing of a key."""
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
-def tenants_of(host: str) -> Tenants:
-    """From the environment: `tenant:key` with commas between. Raises ConfigError where an address beyond this machine would
-    be served without keys."""
+def tenants_of(host: str) -> dict[str, str]:
+    """Tenants by key, from the environment: `tenant:key` with commas between. Raises ConfigError where an address beyond this
+    machine would be served without keys."""
     keys: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in os.environ.get(KEYS, "").split(","))):
         tenant, _, key = entry.partition(":")
@@ -116,7 +101,7 @@ def tenants_of(host: str) -> Tenants:
             f"serve.host={host} can be reached from other machines, so clients need a key: "
             f"export {KEYS}=alice:$(openssl rand -hex 16), or leave serve.host=127.0.0.1."
         )
-    return Tenants(keys)
+    return keys
 
 
 def _loopback(host: str) -> bool:
@@ -127,7 +112,7 @@ def _loopback(host: str) -> bool:
 
 
 class Gate:
-    """Before any route: whose key it is, from where, and whether the engine is warm.
+    """Before any route: whose key it is, from where, whether the engine is warm, and how long a body may be.
 
     Without keys only this machine is served, and a page from elsewhere that gives its own name to this address is not.
     """
@@ -136,22 +121,34 @@ class Gate:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         try:
-            if scope["type"] == "http":
-                self._admit(scope)
+            self._admit(scope)
         except HTTPException as error:
             await refused(scope, error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            return
+        most, sent = self._state.settings.max_body_bytes, 0
+
+        async def limited() -> Message:
+            nonlocal sent
+            message = await receive()
+            sent += len(message.get("body", b""))
+            if sent > most:
+                raise HTTPException(413, f"The body is larger than {most} bytes.")
+            return message
+
+        await self._app(scope, limited, send)
 
     def _admit(self, scope: Scope) -> None:
         """Note the tenant. Raises HTTPException."""
         state, headers, path = self._state, Headers(scope=scope), scope["path"]
         key = headers.get("authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
-        tenant = scope["pensieve.tenant"] = state.tenants.of(key)
+        tenant = scope["pensieve.tenant"] = state.tenants.get(digest(key)) if state.tenants else ""
         if tenant is None and path not in OPEN:
             raise HTTPException(401, "The API key is missing or wrong; send it as Authorization: Bearer KEY.")
-        if not state.tenants.required and not _local(headers.get("host", "")):
+        if not state.tenants and not _local(headers.get("host", "")):
             raise HTTPException(403, "Without API keys this server answers to 127.0.0.1 and localhost only.")
         if state.server is None and path not in OPEN:
             raise HTTPException(503, state.failure or "The engine is still loading.")
@@ -162,29 +159,19 @@ def _local(host: str) -> bool:
     return name in ("127.0.0.1", "localhost", "[::1]", "")
 
 
-class BodyRoute(APIRoute):
-    """Of a body that is no longer than a client may send, and holds no number that JSON has no form for."""
+class StrictRoute(APIRoute):
+    """Of JSON that can be sent back: no number without a form in JSON, and no half of a character."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            return await handle(_Sent(request.scope, request.receive))
+            return await handle(_Strict(request.scope, request.receive))
 
         return strict
 
 
-class _Sent(Request):
-    async def body(self) -> bytes:
-        if not hasattr(self, "_body"):
-            most, sent = self.app.state.settings.max_body_bytes, bytearray()
-            async for part in self.stream():
-                sent += part
-                if len(sent) > most:
-                    raise HTTPException(413, f"The body is larger than {most} bytes.")
-            self._body = bytes(sent)
-        return self._body
-
+class _Strict(Request):
     async def json(self) -> Any:
         try:
             return from_json(await self.body(), allow_inf_nan=False)

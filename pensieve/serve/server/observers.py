@@ -21,29 +21,34 @@ from pensieve.lab.traffic.journal import COMMIT_S, Journal
 from pensieve.lab.traffic.table import BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt, Status
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Server, Turn
-from pensieve.serve.server.replies import prompt_details
+from pensieve.serve.server.conversations import prompt_details
 
 _TTFT_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _FOUND = ("gpu", "cpu", "disk", "recomputed", "new")
 
 
-class Meters:
+class Meters(Collector):
     """Counters that turns are told to, and gauges that are read when somebody asks."""
 
     def __init__(self, server: Server) -> None:
-        self._registry = registry = CollectorRegistry()
+        self._server, self._registry = server, CollectorRegistry()
+        registry = self._registry
         self._requests = Counter("pensieve_requests", "Turns that ended", ["status"], registry=registry)
-        self._refused = Counter("pensieve_shed_requests", "Turned away with 429", registry=registry)
+        self.shed = Counter("pensieve_shed_requests", "Turned away with 429", registry=registry)
         self._ttft = Histogram("pensieve_ttft_seconds", "Time to first token", buckets=_TTFT_S, registry=registry)
         self._itl = Histogram("pensieve_itl_seconds", "Time between tokens", buckets=_ITL_S, registry=registry)
         self._prompt = Counter(
             "pensieve_prompt_tokens", "Prompt tokens by where their KV was", ["found"], registry=registry
         )
         self._output = Counter("pensieve_output_tokens", "Tokens generated", registry=registry)
-        registry.register(_Gauges(server))
+        registry.register(self)
+        server.observe(self._turn_ended)
 
-    def turn_ended(self, turn: TurnRecord) -> None:
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _turn_ended(self, _: Turn, turn: TurnRecord) -> None:
         self._requests.labels(turn.status).inc()
         self._output.inc(turn.output_tokens)
         if turn.ttft_ms is not None:
@@ -53,17 +58,6 @@ class Meters:
         details = prompt_details(turn)
         for place in _FOUND:
             self._prompt.labels(place).inc(details[place])
-
-    def shed(self) -> None:
-        self._refused.inc()
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-
-class _Gauges(Collector):
-    def __init__(self, server: Server) -> None:
-        self._server = server
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for name, (value, unit) in self._server.system.gauges().items():
@@ -117,7 +111,7 @@ class Recording:
                 self._journal.commit()
 
     def _row(self, number: int, turn: Turn, record: TurnRecord) -> Exchange:
-        prompt = turn.asked.prompt if turn.asked is not None else None
+        prompt = turn.asked.tokens if turn.asked is not None else None
         said = [record.gpu_hit_tokens, record.cpu_hit_tokens, record.disk_hit_tokens]
         row = Exchange(number, record.intended_s - self._origin_s, status=_STATUS.get(record.status, "failed"))
         row.first_token_s, row.end_s = self._time(record.first_token_s), self._time(record.finished_s)

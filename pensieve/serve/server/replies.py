@@ -8,7 +8,7 @@ import json
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 from pensieve.core.request import Event
 from pensieve.errors import PensieveError
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.api import Generation, Server, Turn
-from pensieve.serve.server.conversations import Conversation, Message, Stored
+from pensieve.serve.server.api import Generation, Server, Stream, Turn
+from pensieve.serve.server.conversations import Conversation, Stored, prompt_details
 from pensieve.serve.server.gate import error_body
 from pensieve.serve.server.schemas import ChatBody, CompletionBody, ResponseBody
-from pensieve.serve.tokenizer import TextStream
+from pensieve.serve.tokenizer import Message
 
 
 class ClientLeft(HTTPException):
@@ -34,25 +34,24 @@ class ClientLeft(HTTPException):
         super().__init__(499)  # as nginx logs it
 
 
-class Feed:
-    """One turn in the event loop: its text pieces as they come, or its end.
+class Feed(Stream):
+    """A turn's reply in the event loop, piece by piece (`sent`), or as a whole (`ended`).
 
     tells_ids: a piece for each token, with its text if that is decided; take_ids gives its ids.
     """
 
     def __init__(self, turn: Turn, streams: bool, tells_ids: bool = False) -> None:
-        """turn: that has not begun. streams: `sent` is wanted; else `ended`."""
-        self.turn, self.tells_ids = turn, tells_ids
+        super().__init__(turn)
+        self.tells_ids = tells_ids
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
-        self._text = TextStream(turn.server.tokenizer.decode, turn.stops)
+        self._arrived: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
         self._ids: list[int] = []
-        if streams:
-            turn.on_event = self.on_event
+        if not streams:
+            turn.on_event = None
 
     def on_event(self, event: Event | None) -> None:
         """Queue an event for the loop; called in the engine's thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        self._loop.call_soon_threadsafe(self._arrived.put_nowait, event)
 
     def drive(self) -> None:
         """Let time go on for its turn, which has begun, on a simulated machine."""
@@ -102,7 +101,7 @@ class Feed:
     async def _pieces(self, request: Request) -> AsyncGenerator[str, None]:
         """Its text. Raises what the turn ended with, or ClientLeft."""
         async with self._watched(request):
-            while (event := await self._events.get()) is not None:
+            while (event := await self._arrived.get()) is not None:
                 if event.token is None:
                     continue
                 self._ids.append(event.token)
@@ -239,27 +238,20 @@ class ResponseReply:
 
     def begin(self, previous: Stored | None) -> None:
         """Begin its turn. Its instructions are those of this response: earlier ones are not carried over."""
-        conversations, new = self._turn.server.conversations, self._body.messages
-        system: list[Message] = (
-            [] if self._body.instructions is None else [{"role": "system", "content": self._body.instructions}]
-        )
-        if previous is None:
-            conversations.chat(self._turn, self._tenant, None, [*system, *new])
-            return
-        conversation, mark, skipped = previous.conversation, previous.mark, int(previous.instructed)
-        said = list(conversation.messages or ())[skipped : mark.messages]
-        shift = len(system) - skipped
-        replies = {place + shift: ids for place, ids in conversation.first_replies(mark.messages).items()}
-        conversations.go_on(self._turn, conversation, mark, [*system, *said, *new], replies)
+        instructions = self._body.instructions
+        system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+        said = [] if previous is None else previous.messages[int(previous.instructed) :]
+        messages = [*system, *said, *self._body.messages]
+        self._turn.server.conversations.chat(self._turn, self._tenant, None, messages)
 
     def whole(self, feed: Feed) -> dict[str, Any]:
         """The finished response, which is stored if it is to be; if not, its conversation is given up."""
         turn, record = feed.turn, feed.said.turn
         final = self._object("incomplete" if record.finish_reason == "length" else "completed", feed.said.text, record)
         conversations = turn.server.conversations
-        if self._body.store is not False and turn.mark is not None:
+        if self._body.store is not False and turn.messages is not None:
             instructed = self._body.instructions is not None
-            conversations.store(self.id, Stored(final, turn.conversation, turn.mark, instructed))
+            conversations.store(self.id, Stored(final, turn.conversation, turn.messages, instructed))
         else:
             conversations.give_up(turn.conversation)
         return final
@@ -359,23 +351,6 @@ def _usage(record: TurnRecord) -> dict[str, Any]:
     }
 
 
-def prompt_details(record: TurnRecord) -> dict[str, int]:
-    """KV that another conversation had left counts as found, though it was new here."""
-    shared, disk = record.shared_hit_tokens or 0, record.disk_hit_tokens or 0
-    gpu, cpu = (record.gpu_hit_tokens or 0) + shared, record.cpu_hit_tokens or 0
-    return {
-        "cached_tokens": gpu + cpu + disk,
-        "gpu": gpu,
-        "cpu": cpu,
-        "disk": disk,
-        "recomputed": record.recomputed_tokens or 0,
-        "new": (record.new_tokens or 0) - shared,
-    }
-
-
-_TOLD = ("status", "finish_reason", "ttft_ms", "latency_ms", "queue_ms", "prompt_tokens", "output_tokens")
-
-
 def session_line(server: Server, conversation: Conversation) -> dict[str, Any]:
     """An entry of /v1/sessions. kv: where each chunk is, see CacheManager.places."""
     return {
@@ -393,30 +368,13 @@ def session_line(server: Server, conversation: Conversation) -> dict[str, Any]:
 
 def session_body(server: Server, conversation: Conversation) -> dict[str, Any]:
     names = {one.engine_name: one.id for one in server.conversations.of(conversation.tenant)}  # and of nobody else
-    marks = list(conversation.marks)
-    turns = [turn_body(server, names, number, mark.turn) for number, mark in enumerate(marks, start=1)]
+    turns = []
+    for number, mark in enumerate(list(conversation.marks), start=1):
+        misses = [{**miss, "evicted_by": names.get(miss["evicted_by"])} for miss in mark.told["misses"]]
+        turns.append({"turn": number, **mark.told, "misses": misses})
     return {
         **session_line(server, conversation),
         "keep_alive": conversation.keep_alive_s,
         "chunk_tokens": server.system.chunk_tokens,
         "statistics": turns,
-    }
-
-
-def turn_body(server: Server, names: Mapping[str, str], number: int, turn: TurnRecord) -> dict[str, Any]:
-    """names: of conversations that may be told of, by their names in the engine."""
-    return {
-        "turn": number,
-        **{name: getattr(turn, name) for name in _TOLD},
-        "prompt_tokens_details": prompt_details(turn),
-        "misses": [
-            {
-                "cause": miss.cause,
-                "tokens": miss.tokens,
-                "ms": miss.ms,
-                "evicted_by": names.get(miss.evicted_by or ""),
-                "evicted_at": miss.evicted_s and server.moment(miss.evicted_s),
-            }
-            for miss in turn.misses
-        ],
     }

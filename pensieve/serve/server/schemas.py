@@ -9,7 +9,8 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pensieve.core.request import Hint
 from pensieve.errors import ConfigError
-from pensieve.serve.server.conversations import LONGEST_NAME, Message
+from pensieve.serve.server.conversations import LONGEST_NAME
+from pensieve.serve.tokenizer import Message
 
 Tools = list[dict[str, Any]]
 Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -69,7 +70,7 @@ class _Sampled(_Body):
     presence_penalty: Literal[0] | None = 0
     frequency_penalty: Literal[0] | None = 0
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: dict[str, JsonValue] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ class ChatMessage(_Sent):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Listed[dict[str, Any]] | None = None
+    tool_calls: Listed[dict[str, JsonValue]] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> Mapping[str, Any]:
