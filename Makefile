@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-fast test-slow mutants twins check format ui figures report docs doctor vllm-env vllm-compat clean
+.PHONY: help install demo test test-fast test-slow mutants twins check format ui figures report docs doctor gpu vllm-env vllm-compat clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -81,6 +81,21 @@ docs: $(STAMP)  ## the pages as a site in outputs/site; a link that leads nowher
 
 doctor: $(STAMP)  ## what this machine has, and what to type next
 	$(BIN)/python runners/doctor.py
+
+# A step begins whatever became of the one before it; timeout ends it with all that it has started. Weights are random.
+GPU_STEPS := tests:180 kernel:90 swap:60 decode:100 prefill:60 serve:110
+gpu: $(STAMP)  ## ten minutes on a GPU: its tests and benchmarks, in one file to send (docs/first_gpu_run.md; MODEL=opt_350m below 22 GiB)
+	@$(BIN)/python -c 'import torch; torch.cuda.init()' || { echo "torch finds no CUDA device; make doctor says what there is."; exit 1; }
+	@export PENSIEVE_OUTPUTS=$(CURDIR)/outputs/gpu/$$(date -u +%Y%m%d-%H%M%S); mkdir -p $$PENSIEVE_OUTPUTS; \
+	{ nvidia-smi; git describe --always --dirty; $(BIN)/python -VV; $(BIN)/python -m pip freeze; } > $$PENSIEVE_OUTPUTS/environment.log 2>&1; \
+	for step in $(GPU_STEPS); do \
+		name=$${step%:*}; limit_s=$${step#*:}; echo "$$name (at most $$limit_s s) ..."; \
+		set -- runners/bench.py target=$$name hardware=cuda bench.model=$(or $(MODEL),auto) bench.repeats=3; \
+		[ $$name = tests ] && set -- -m pytest tests/gpu -q -rs; \
+		timeout -k 10 $$limit_s $(BIN)/python "$$@" > $$PENSIEVE_OUTPUTS/$$name.log 2>&1; \
+		echo "$$name: exit status $$? (124: out of time). $$(tail -n 1 $$PENSIEVE_OUTPUTS/$$name.log)" | tee -a $$PENSIEVE_OUTPUTS/verdicts.log; \
+	done; \
+	cd $$PENSIEVE_OUTPUTS && tar czf $$PENSIEVE_OUTPUTS.tar.gz $$(ls *.log *.db) && echo "Attach $$PENSIEVE_OUTPUTS.tar.gz to an issue, whatever the verdicts."
 
 # vLLM pins its own torch and transformers, so it lives beside .venv. On a CPU its vision and audio packages have to go: they
 # are built for another torch, and importing vLLM imports them.

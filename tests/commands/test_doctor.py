@@ -5,9 +5,7 @@ import torch
 
 from pensieve.device import model as loaded
 from pensieve.errors import EngineMissing
-from pensieve.lab.commands.doctor import Machine, _attention
-
-MACHINE = Machine("2.0", "none", "cpu", "a CPU", 2**30, 2**30)
+from pensieve.lab.commands.doctor import attention
 
 
 def test_the_doctor_says_which_attention_serves_and_warns_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,9 +17,9 @@ def test_the_doctor_says_which_attention_serves_and_warns_of_the_reference(monke
         return load(name, device, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loaded, "load_backend", load_backend)
-    said = _attention(MACHINE)
+    said = attention("cpu", "float32")
     assert said.startswith("reference serves attention_backend=auto in float32. WARNING: ")
     assert "Not native: There is no compiler." in said
     monkeypatch.setattr(loaded, "load_backend", lambda name, *where: load("reference", *where))
-    said = _attention(MACHINE)
+    said = attention("cpu", "float32")
     assert said.startswith("native serves attention_backend=auto in float32. A model that fails")

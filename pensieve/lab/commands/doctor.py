@@ -8,25 +8,23 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from rich.table import Table
+import torch
 
 from pensieve.compiler import compiler_version, find_compiler
+from pensieve.device.model import attention_here
 from pensieve.errors import EngineMissing, PensieveError, typed
-from pensieve.lab.commands.gpu_run import gpu_run
 from pensieve.lab.compose.build import GPU_USABLE
 from pensieve.lab.compose.conf import options, outputs_folder, read_option
 from pensieve.lab.compose.model_files import local_weights
-from pensieve.lab.compose.plan import AUTO, cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
+from pensieve.lab.compose.plan import AUTO, Device, cores, cpu_label, find_device, free_host_memory_bytes
 from pensieve.lab.compose.settings import CacheConfig, HardwareConfig, ModelConfig
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial.sweep import installed
 from pensieve.lab.trial.terminal import console
 from pensieve.specs import ModelSpec
-from pensieve.units import format_bytes, grid, parse_capacity
+from pensieve.units import Table, format_bytes, grid, parse_capacity
 
 EXTRAS = {
     "triton": "Triton kernels on a GPU",
@@ -36,92 +34,43 @@ EXTRAS = {
     "psycopg": "tracking=postgres",
 }
 _HEAD_DIM = 64  # of the kernel that is tried; a model's own is compiled when it is loaded
-PACKAGES = (
-    ("transformers", "transformers"),
-    ("hydra-core", "hydra"),
-    ("sqlalchemy", "sqlalchemy"),
-    ("mlflow", "mlflow"),
-)
-"""By the names of their distributions and of their modules."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """memory_bytes: of the device that would hold weights and GPU tier."""
-
-    torch: str
-    gpu: str
-    kind: str
-    label: str
-    memory_bytes: int
-    host_bytes: int
-
-    @property
-    def dtype(self) -> str:
-        return "float32" if self.kind == "cpu" else "bfloat16"
+CACHE = "small"
+"""The option of conf/cache whose tiers a model has to have room for."""
 
 
 def doctor(argv: Sequence[str] | None, description: str | None) -> int:
-    """The report, or the tests and benchmarks of a GPU. Raises PensieveError."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--gpu",
-        action="store_true",
-        help="ten minutes on a GPU: tests and benchmarks, in one file (docs/first_gpu_run.md)",
-    )
-    parser.add_argument(
-        "--cache", default="small", help="the cache option that fitting is judged with (default: small)"
-    )
-    asked = parser.parse_args(argv)
-    return gpu_run(Path(__file__).resolve().parents[3]) if asked.gpu else report(asked.cache)
-
-
-def report(cache_name: str = "small") -> int:
-    """Print the report; 0 where trials can run, 1 where something has to be repaired first. Raises ConfigError."""
-    cache = CacheConfig.model_validate(read_option("cache", cache_name))
-    machine = inspect_machine()
+    """Print the report; 0 where trials can run, 1 where something has to be repaired first. Raises PensieveError."""
+    argparse.ArgumentParser(description=description).parse_args(argv)
+    device = find_device(HardwareConfig(name="local", simulated=False))
     database, database_sound = _database()
-    fitting, models = _models(machine, cache)
-    facts = Table(box=None, show_header=False, pad_edge=False)
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column()
-    for name, value in _facts(machine, database):
-        facts.add_row(name, value)
+    models = _models(device)
+    facts = [{"": name, "here": value} for name, value in _facts(device, database)]
     out = console()
-    out.print(facts, models, sep="\n")
+    out.print(grid(facts, left=("here",), heads=False, fold=True))
+    title = f"Models on {device.label} with cache={CACHE}"
+    out.print(grid(models, title, left=("fits", "weights here")))
     lines = ["Weights that are not at hand come from the hub; model.weights=random needs none."]
     lines += [] if database_sound else [f"Mend this first: {database}"]
-    for line in [*lines, "Next:", *(f"  {command}" for command in _next(machine, fitting))]:
+    for line in [*lines, "Next:", *(f"  {command}" for command in _next(device, models))]:
         out.print(line, soft_wrap=True, highlight=False)
     return 0 if database_sound else 1
 
 
-def inspect_machine() -> Machine:
-    import torch
-
-    host = host_memory_bytes()
-    device = find_device(HardwareConfig(name="local", simulated=False))
-    if device.kind == "cuda":
-        gpu = f"{device.label}, {format_bytes(device.gpu_bytes)} (CUDA {torch.version.cuda})"
-        return Machine(torch.__version__, gpu, "cuda", device.label, int(device.gpu_bytes * GPU_USABLE), host)
-    return Machine(torch.__version__, "none that torch can use", "cpu", device.label, host, host)
+def _dtype(device: Device) -> str:
+    return "float32" if device.kind == "cpu" else "bfloat16"
 
 
-def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
+def _facts(device: Device, database: str) -> Iterator[tuple[str, str]]:
     outputs = outputs_folder()
-    yield "Python", f"{platform.python_version()} ({sys.executable})"
-    yield "torch", machine.torch
-    yield (
-        "packages",
-        ", ".join(f"{name} {version(name) if installed(module) else 'missing'}" for name, module in PACKAGES),
-    )
+    yield "Python", f"{platform.python_version()} ({sys.executable}), torch {torch.__version__}"
     there = {name: "installed" if installed(name) else "not installed" for name in EXTRAS}
     yield "extras", ", ".join(f"{name} {there[name]} ({use})" for name, use in EXTRAS.items())
-    yield "GPU", machine.gpu
+    on_gpu = f"{device.label}, {format_bytes(device.gpu_bytes)} (CUDA {torch.version.cuda})"
+    yield "GPU", on_gpu if device.kind == "cuda" else "none that torch can use"
     yield "CPU", f"{cpu_label()}, {cores()} cores"
     yield "compiler", _compiler()
-    yield "attention", _attention(machine)
-    yield "memory", f"{format_bytes(free_host_memory_bytes())} free of {format_bytes(machine.host_bytes)}"
+    yield "attention", attention(device.kind, _dtype(device))
+    yield "memory", f"{format_bytes(free_host_memory_bytes())} free"
     yield "disk", f"{format_bytes(shutil.disk_usage(_existing(outputs)).free)} free for {outputs}"
     yield "database", database
 
@@ -142,47 +91,40 @@ def _database() -> tuple[str, bool]:
     return f"{store.database.shown}, {last}", True
 
 
-def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
-    """The names of the models that fit, and the table of all models."""
-    fits_in, at_hand = f"fits in\n{machine.dtype}", "weights\nat hand"
-    lines, fitting = [], []
+def _models(device: Device) -> Table:
+    """A line each, but for model=hf, which is any model."""
+    cache = CacheConfig.model_validate(read_option("cache", CACHE))
+    shared = device.kind == "cpu"  # both tiers and the weights are in one memory
+    room = device.cpu_bytes if shared else int(device.gpu_bytes * GPU_USABLE)
+    sizes = [tier for tier in (cache.gpu, cache.cpu if shared else AUTO) if tier != AUTO]  # auto takes what is left
+    lines = []
     for name in options("model"):
         model = ModelConfig.model_validate(read_option("model", name))
         if not model.architecture:
-            continue  # model=hf is any model
-        spec = ModelSpec.from_architecture(name, model.architecture, machine.dtype)
-        need = _need(spec, cache, machine)
-        if need <= machine.memory_bytes:
-            fitting.append(name)
-        size = spec.parameters
+            continue
+        spec = ModelSpec.from_architecture(name, model.architecture, _dtype(device))
+        a_token = spec.kv_bytes_per_token
+        need = spec.weight_bytes + sum(parse_capacity(tier).in_tokens(a_token) for tier in sizes) * a_token
         lines.append(
             {
                 "model": name,
-                "parameters": f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.0f} M",
-                "weights": format_bytes(spec.weight_bytes),
-                "KV a token": format_bytes(spec.kv_bytes_per_token),
-                fits_in: "yes" if name in fitting else f"no, needs {format_bytes(need)}",
-                at_hand: "random" if model.weights == "random" else "yes" if local_weights(model) else "no",
+                "parameters": f"{spec.parameters / 1e6:,.0f} M",
+                f"weights in {_dtype(device)}": format_bytes(spec.weight_bytes),
+                "KV a token": format_bytes(a_token),
+                "fits": "yes" if need <= room else f"no, needs {format_bytes(need)}",
+                "weights here": "random" if model.weights == "random" else "yes" if local_weights(model) else "no",
             }
         )
-    title = f"Models on {machine.label} with cache={cache.name} ({cache.gpu} / {cache.cpu})"
-    return fitting, grid(lines, title, left=(fits_in, at_hand))
+    return lines
 
 
-def _need(spec: ModelSpec, cache: CacheConfig, machine: Machine) -> int:
-    """Bytes of weights and KV on the device; on a CPU both tiers are in the same memory."""
-    tiers = (cache.gpu, cache.cpu) if machine.kind == "cpu" else (cache.gpu,)
-    sizes = [tier for tier in tiers if tier != AUTO]  # auto takes what is left
-    tokens = sum(parse_capacity(tier).in_tokens(spec.kv_bytes_per_token) for tier in sizes)
-    return spec.weight_bytes + tokens * spec.kv_bytes_per_token
-
-
-def _next(machine: Machine, fitting: list[str]) -> Iterator[str]:
+def _next(device: Device, models: Table) -> Iterator[str]:
+    fitting = [line["model"] for line in models if line["fits"] == "yes"]
     yield f"{typed('run')} -m                                   the tiny model, every baseline"
-    larger = [name for name in ("llama3_8b", "opt_125m", "gpt2") if name in fitting]
-    if larger:
-        yield f"{typed('run')} model={larger[0]} cache=small -m"
-    if machine.kind == "cpu":
+    yield from [
+        f"{typed('run')} model={name} cache=small -m" for name in ("llama3_8b", "opt_125m", "gpt2") if name in fitting
+    ][:1]
+    if device.kind == "cpu":
         yield f"{typed('run')} model=llama3_8b cache=small hardware=sim_a100_80g workload=chat_steady -m     simulated"
 
 
@@ -199,14 +141,10 @@ def _compiler() -> str:
         return "none for C, so that decode attention on a CPU is torch's, and slower: install gcc or clang"
 
 
-def _attention(machine: Machine) -> str:
-    """Which attention backend auto chooses here, and why no faster one."""
-    import torch
-
-    from pensieve.device.model import attention_here
-
-    dtype, chunk = getattr(torch, machine.dtype), CacheConfig.model_fields["chunk_tokens"].default
-    name, why, fell_back = attention_here("auto", torch.device(machine.kind), dtype, _HEAD_DIM, chunk)
+def attention(kind: str, dtype: str) -> str:
+    """Which attention backend auto chooses on such a device, and why no faster one."""
+    chunk = CacheConfig.model_fields["chunk_tokens"].default
+    name, why, fell_back = attention_here("auto", torch.device(kind), getattr(torch, dtype), _HEAD_DIM, chunk)
     loud = "WARNING: no kernel runs here, which is slower. " if fell_back else ""
-    said = f"{name} serves attention_backend=auto in {machine.dtype}. {loud}{why}".rstrip()
+    said = f"{name} serves attention_backend=auto in {dtype}. {loud}{why}".rstrip()
     return f"{said} A model that fails its self-check with it gets the next one, and its trial is flagged fell_back."

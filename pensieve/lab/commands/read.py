@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -20,23 +21,25 @@ from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import read_tokens
 from pensieve.serve.record import TurnRecord, is_measured
+from pensieve.units import three_digits
 
-_COLUMNS = (
-    "session", "turn", "phase", "label", "iteration", "status", "finish_reason", "finished_s", "ttft_ms", "gpu_hit_tokens",
-    "cpu_hit_tokens", "disk_hit_tokens", "recomputed_tokens",
-)  # fmt: skip
+_OF_RECORD = ("session", "turn", "phase", "label", "iteration", "status", "finish_reason", "finished_s")
+_SOURCES = {
+    "gpu_hit_tokens": "GPU",
+    "cpu_hit_tokens": "CPU",
+    "disk_hit_tokens": "disk",
+    "recomputed_tokens": "recomputed",
+}
+"""Where the history of a turn came from."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaidTurn:
-    """One turn as text. source: where its history came from, in tokens: (GPU, CPU, disk, recomputed); None where not
-    counted. token_ids: the reply's."""
+    """One turn as text. row: of the database. token_ids: the reply's."""
 
-    turn: int
+    row: Any
     message: str
     reply: str
-    ttft_ms: float | None
-    source: tuple[int | None, int | None, int | None, int | None]
     token_ids: tuple[int, ...] = ()
 
 
@@ -51,9 +54,10 @@ def conversation_of(store: ResultsStore, trial_id: int, session: str | None = No
     if not kept:
         raise ResultsError(f"The tokens of trial {trial_id} were not kept, so its conversations cannot be read.")
     tokens = read_tokens(kept[0].path)
-    rows = {(row.session, row.turn): row for row in store.turns_of(trial_id, *_COLUMNS) if row.status == "completed"}
+    columns = (*_OF_RECORD, "ttft_ms", *_SOURCES)
+    rows = {(row.session, row.turn): row for row in store.turns_of(trial_id, *columns) if row.status == "completed"}
     chosen = session or next((row.session for row in rows.values() if is_measured(row.phase)), None)
-    if chosen not in {name for name, _ in rows}:
+    if chosen is None or chosen not in {name for name, _ in rows}:
         known = ", ".join(dict.fromkeys(name for name, _ in rows)) or "none"
         raise ResultsError(f"Trial {trial_id} has no conversation {chosen!r} with completed turns; it has: {known}.")
     plan = plan_trial(check(trial.config))
@@ -62,31 +66,16 @@ def conversation_of(store: ResultsStore, trial_id: int, session: str | None = No
     waiting, said = list(workload.start()), []
     while waiting:
         request = waiting.pop(0).due()
-        row = rows.get((request.session, request.turn))
-        if row is None:
+        key = request.session, request.turn
+        if key not in rows:
             continue
-        reply = tokens[row.session, row.turn].token_ids if (row.session, row.turn) in tokens else ()
-        if row.session == chosen:
-            source = (row.gpu_hit_tokens, row.cpu_hit_tokens, row.disk_hit_tokens, row.recomputed_tokens)
-            message, answer = tokenizer.decode(list(request.prompt)), tokenizer.decode([int(one) for one in reply])
-            said.append(SaidTurn(row.turn, message, answer, row.ttft_ms, source, tuple(int(one) for one in reply)))
-        record = TurnRecord(row.session, row.turn, phase=row.phase, label=row.label, iteration=row.iteration)
-        record.status, record.finish_reason, record.finished_s = row.status, row.finish_reason, row.finished_s
-        record.token_ids = array("i", [int(one) for one in reply])
+        reply = tuple(int(one) for one in tokens[key].token_ids) if key in tokens else ()
+        if request.session == chosen:
+            message = tokenizer.decode(list(request.prompt))
+            said.append(SaidTurn(rows[key], message, tokenizer.decode(list(reply)), reply))
+        record = TurnRecord(**{name: getattr(rows[key], name) for name in _OF_RECORD}, token_ids=array("i", reply))
         waiting += workload.on_finished(record)
-    assert chosen is not None
-    return chosen, sorted(said, key=lambda turn: turn.turn)
-
-
-def conversation_lines(said: Iterable[SaidTurn]) -> Iterable[str]:
-    """The conversation as a page: each turn's time and sources, what the user sent, and what the model answered."""
-    for turn in said:
-        gpu, cpu, disk, recomputed = ("–" if count is None else f"{count:,}" for count in turn.source)
-        on_disk = f", {disk} from disk" if turn.source[2] else ""
-        sources = f"{gpu} tokens on GPU, {cpu} from CPU{on_disk}, {recomputed} recomputed"
-        yield f"{_ttft(turn)}; history: {sources}"
-        yield f"  > {_indented(turn.message)}"
-        yield f"    {_indented(turn.reply)}"
+    return chosen, sorted(said, key=lambda one: int(one.row.turn))
 
 
 def beside(store: ResultsStore, sweep: Sweep) -> tuple[Trial, Trial] | None:
@@ -101,28 +90,20 @@ def beside(store: ResultsStore, sweep: Sweep) -> tuple[Trial, Trial] | None:
 
 
 def side_by_side(said: Mapping[str, Sequence[SaidTurn]]) -> Table:
-    """One conversation as two baselines served it, a column each: the message, then both replies under their TTFT. The
-    title counts the replies that are equal, token for token."""
-    pairs = list(zip(*said.values(), strict=False))
-    equal = sum(one.token_ids == other.token_ids for one, other in pairs)
-    table = Table(
-        title=f"{equal} of {len(pairs)} replies equal, token for token",
-        title_justify="left",
-        box=box.SIMPLE,
-        expand=True,
-    )
+    """One conversation as one or two baselines served it, a column each: the message, then the reply under its TTFT and where
+    its history came from. Of two the title counts the replies that are equal, token for token."""
+    turns = list(zip(*said.values(), strict=False))
+    equal = sum(len({one.token_ids for one in turn}) == 1 for turn in turns)
+    title = f"{equal} of {len(turns)} replies equal, token for token" if len(said) > 1 else None
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, expand=True)
     for name in said:
         table.add_column(name, ratio=1)
-    for pair in pairs:
-        table.add_row(*(Text(f"> {turn.message.strip()}", style="dim") for turn in pair))
-        table.add_row(*(Text(f"[{_ttft(turn)}] {turn.reply.strip()}\n") for turn in pair))
+    for turn in turns:
+        table.add_row(*(Text(f"> {one.message.strip()}", style="dim") for one in turn))
+        table.add_row(*(Text(f"[{_served(one.row)}] {one.reply.strip()}\n") for one in turn))
     return table
 
 
-def _ttft(turn: SaidTurn) -> str:
-    shown = "–" if turn.ttft_ms is None else f"{turn.ttft_ms:,.0f} ms"
-    return f"turn {turn.turn}, TTFT {shown}"
-
-
-def _indented(text: str) -> str:
-    return text.strip().replace("\n", "\n    ")
+def _served(row: Any) -> str:
+    tokens = [f"{getattr(row, name):,} {where}" for name, where in _SOURCES.items() if getattr(row, name)]
+    return f"turn {row.turn}, TTFT {three_digits(row.ttft_ms)} ms; history: {', '.join(tokens) or 'none'}"

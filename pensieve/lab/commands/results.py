@@ -93,27 +93,24 @@ def _list(store: ResultsStore, asked: argparse.Namespace) -> Iterator[str]:
     yield from export.list_trials(store, asked.sweep, asked.status, limit)
 
 
-def _read(store: ResultsStore, asked: argparse.Namespace) -> Iterator[str]:
-    from pensieve.lab.commands.read import beside, conversation_lines, conversation_of, side_by_side
+def _read(store: ResultsStore, asked: argparse.Namespace) -> int:
+    from pensieve.lab.commands.read import beside, conversation_of, side_by_side
 
     if asked.trial == "latest":
         sweep = store.sweep_named(asked.trial)
-        if pair := beside(store, sweep):
-            session, said = conversation_of(store, pair[0].id, asked.session)
-            replies = {trial.baseline: conversation_of(store, trial.id, session)[1] for trial in pair[1:]}
-            yield f"Conversation {session} of trials {' and '.join(str(trial.id) for trial in pair)}"
-            console().print(side_by_side({pair[0].baseline: said, **replies}))
-            return
-        trial = next(job.trial.id for job in store.trials_of_sweep(sweep.id) if job.trial is not None)
+        jobs = (job.trial for job in store.trials_of_sweep(sweep.id) if job.trial is not None)
+        trials = beside(store, sweep) or tuple(jobs)[:1]
     elif asked.trial.isdecimal():
-        trial = int(asked.trial)
+        trials = (store.trial(int(asked.trial)),)
     else:
         raise ResultsError(
             f"{asked.trial!r} is no trial; give a number (runners/results.py list shows them), or latest."
         )
-    session, said = conversation_of(store, trial, asked.session)
-    yield f"Conversation {session} of trial {trial}"
-    yield from conversation_lines(said)
+    said, session = {}, asked.session
+    for trial in trials:
+        session, said[f"{trial.baseline}, trial {trial.id}"] = conversation_of(store, trial.id, session)
+    console().print(f"Conversation {session}", side_by_side(said), sep="\n")
+    return 0
 
 
 def _notes(store: ResultsStore, asked: argparse.Namespace) -> int:
