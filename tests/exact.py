@@ -13,7 +13,7 @@ from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.model import LoadedModel
 from pensieve.device.sampler import greedy
-from pensieve.device.transfers.link import Link
+from pensieve.device.transfers.transfer import Link
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books

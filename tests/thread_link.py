@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from pensieve.device.transfers.link import BlockRun, Haul, Mark
+from pensieve.device.transfers.transfer import BlockRun, Haul, Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,11 @@ class ThreadLink:
         """Set the bandwidth of copies from now on."""
         self.inward.bytes_per_s = self.outward.bytes_per_s = bytes_per_s
 
-    def computed(self) -> Mark:
+    def computed(self) -> _ThreadMark:
         return _ThreadMark(reached=True)  # a forward on a CPU is done when the call returns
 
     def hold_compute(self, mark: Mark) -> None:
+        assert isinstance(mark, _ThreadMark)
         began = time.perf_counter_ns()
         mark.wait()
         self._stalled_ns += time.perf_counter_ns() - began
@@ -69,10 +70,8 @@ class ThreadLink:
         return stalled
 
     def synchronize(self) -> None:
-        self.computed().wait()
         for lane in (self.inward, self.outward):
-            for mark in lane.enqueue(None, ()):
-                mark.wait()
+            lane.drain()
 
     def close(self) -> None:
         self.inward.close()
@@ -111,11 +110,16 @@ class _ThreadLane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def enqueue(self, haul: Haul | None, after: Sequence[Mark]) -> list[Mark]:
-        """Without a haul: one mark, reached when all orders before this one are done."""
-        marks = [_ThreadMark() for _ in range(1 if haul is None else haul.layers)]
+    def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:
+        marks = [_ThreadMark() for _ in range(haul.layers)]
         self._orders.put((haul, after, marks))
         return list(marks)
+
+    def drain(self) -> None:
+        """Wait until all orders before this one are done."""
+        mark = _ThreadMark()
+        self._orders.put((None, (), [mark]))
+        mark.wait()
 
     def close(self) -> None:
         self._orders.put(None)
@@ -129,6 +133,7 @@ class _ThreadLane:
     def _perform(self, haul: Haul | None, after: Sequence[Mark], marks: Sequence[_ThreadMark]) -> None:
         """Copy layer by layer. After a failure the remaining marks of this order get its error; the next order is tried."""
         for mark in after:
+            assert isinstance(mark, _ThreadMark)
             with suppress(RuntimeError):  # only the order of copies matters here; its own lane reports the failure
                 mark.wait()
         error: BaseException | None = None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,26 +24,11 @@ from pensieve.device.kernels.base import CapturingBackend, StandingPlan
 Work = Callable[[], torch.Tensor]
 
 
-class Recorder(Protocol):
-    def record(self, work: Work) -> Work:
-        """What repeats `work` on the same addresses and returns the same tensor each time. May run `work` more than once."""
-        ...
-
-
-class CudaRecorder:
-    """torch.cuda.CUDAGraph; all graphs share one pool of memory, since they run one after the other on one stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def record(self, work: Work) -> Work:
-        with torch.cuda.device(self._device):
-            return self._record(work)
-
-    def _record(self, work: Work) -> Work:
-        compute, aside = torch.cuda.current_stream(self._device), _side_stream(self._device)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+def record(work: Work, device: torch.device, memory: Any) -> Work:
+    """What repeats `work` on the same addresses, by torch.cuda.CUDAGraph, and returns the same tensor each time. memory: a
+    handle of graph_pool_handle; graphs that run one after the other on one stream share it."""
+    with torch.cuda.device(device):
+        compute, aside = torch.cuda.current_stream(device), _side_stream(device)
         aside.wait_stream(compute)
         with torch.cuda.stream(aside):
             work()  # outside of a capture first: kernels are compiled and libraries make their workspaces
@@ -51,22 +36,22 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads (a sampler of the device's state) may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=memory, stream=aside, capture_error_mode="thread_local"):
                 result = work()
         except BaseException:
             # What cannot be captured cannot be ended in order either: torch leaves the side stream as the current one, and
             # its allocator gives back no memory while it thinks that a capture is under way.
             torch.cuda.set_stream(compute)
             with suppress(Exception):  # it did end in order
-                torch._C._cuda_endAllocateToPool(compute.device_index, self._pool)
+                torch._C._cuda_endAllocateToPool(compute.device_index, memory)
             raise
         compute.wait_stream(aside)
 
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return result
 
-        return replay
+    return replay
 
 
 @cache
@@ -104,14 +89,13 @@ class DecodeGraphs:
         scratch: int,
         most_rows: int,
         max_blocks: int,
-        recorder: Recorder,
     ) -> None:
         """Raises torch.OutOfMemoryError."""
         self._forward, self._pool, self._chunk_tokens, self._scratch = forward, pool, chunk_tokens, scratch
         self.buckets = buckets_up_to(most_rows)
         self.note = ""
         self._recorded: dict[int, _Bucket] = {}
-        device = pool.device
+        device, memory = pool.device, torch.cuda.graph_pool_handle()
         self._token_ids, self._positions, self._write_places = (
             torch.zeros(most_rows, dtype=torch.int64, device=device) for _ in range(3)
         )
@@ -127,7 +111,7 @@ class DecodeGraphs:
             places = zeros + scratch * chunk_tokens
             self._fill(batch, plan, replace(batch, token_ids=zeros, positions=zeros, write_places=places, spans=spans))
             try:
-                replay = recorder.record(partial(self._compute, batch, plan))
+                replay = record(partial(self._compute, batch, plan), device, memory)
             except torch.OutOfMemoryError:
                 raise
             except Exception as failure:  # whatever in the model or the backend cannot be captured

@@ -4,17 +4,17 @@ first of each that passes the self-check."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
 from pensieve.core.request import Sampling
 from pensieve.device.asked import ON_CPU, ModelAsked, candidates, physical_cores, require
-from pensieve.device.attention import REFERENCE, Forward, TransformersForward, register
+from pensieve.device.attention import Forward, TransformersForward, register
 from pensieve.device.fused import build_fused
 from pensieve.device.kernels.base import AttentionBackend
 from pensieve.device.kernels.native import NativeBackend
@@ -27,23 +27,36 @@ from pensieve.units import format_bytes
 
 _log = logging.getLogger(__name__)
 _REFUSED = "the fused forward was refused"
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
+class Choice:
+    """What serves a model: `forward`, over the transformers module's own weights; attention: the backend it attends with.
+
+    forward_note: why not the fused one; attention_note: why not a better backend; "" where there is nothing to say.
+    fell_back: a backend or a forward was refused by its self-check, or the reference serves in place of a kernel.
+    """
+
+    forward: Forward
+    forward_note: str
+    attention: AttentionBackend
+    attention_note: str
+    fell_back: bool
+    self_check: SelfCheck
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(Choice):
     """A model in memory, checked. spec: as it runs, so size caches by this one. ranks: the processes that have it together,
     None where this one has all of it; spec then has the heads of this process.
 
     weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one. module: the
-    transformers model, the reference in tests; forward: what serves, over the same weights; forward_note: why it is not
-    the fused one, "" where it is. attention: the backend it attends with, over which it was checked; attention_asked: the
-    one that was asked for; attention_note: why no better one, where auto chose. fell_back: see Choice. reused: an earlier
-    trial of this process has loaded it, in load_s.
+    transformers model, the reference in tests. attention_asked: the backend that was asked for. reused: an earlier trial of
+    this process has loaded it, in load_s.
     """
 
     module: Any
-    forward: Forward
-    forward_note: str
     spec: ModelSpec
     config: Any
     device: torch.device
@@ -52,11 +65,7 @@ class LoadedModel:
     weights: str
     revision: str | None
     threads: int
-    self_check: SelfCheck
-    attention: AttentionBackend = REFERENCE
     attention_asked: str = "auto"
-    attention_note: str = ""
-    fell_back: bool = False
     reused: bool = False
     ranks: Ranks | None = None
 
@@ -130,10 +139,15 @@ def load_model(asked: ModelAsked, ranks: Ranks | None = None) -> LoadedModel:
                 f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights, more than {where} has left; "
                 "choose a smaller model."
             ) from error
+    note = chosen.forward_note if ranks is None else "sharded by transformers' plan for the architecture"
     return LoadedModel(
+        chosen.forward,
+        note,
+        chosen.attention,
+        chosen.attention_note,
+        chosen.fell_back,
+        chosen.self_check,
         module=module,
-        forward=chosen.forward,
-        forward_note=chosen.forward_note if ranks is None else "sharded by transformers' plan for the architecture",
         spec=part.spec,
         config=module.config,
         device=where,
@@ -142,54 +156,28 @@ def load_model(asked: ModelAsked, ranks: Ranks | None = None) -> LoadedModel:
         weights=asked.weights,
         revision=getattr(module.config, "_commit_hash", None),
         threads=threads,
-        self_check=chosen.check,
-        attention=chosen.attention,
         attention_asked=asked.attention,
-        attention_note=chosen.attention_note,
-        fell_back=chosen.fell_back,
         ranks=ranks,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """forward_note: why not the fused one; attention_note: why not a better backend; "" where there is nothing to say.
-
-    fell_back: a backend or a forward was refused by its self-check, or the reference serves in place of a kernel.
-    """
-
-    forward: Forward
-    forward_note: str
-    attention: AttentionBackend
-    attention_note: str
-    fell_back: bool
-    check: SelfCheck
 
 
 def choose(module: Any, asked: ModelAsked, device: torch.device, backends: Sequence[str]) -> Choice:
     """Try the attention backends in order, and warn of a fall-back. Raises what the last one raises: EngineMissing,
     UnsupportedModel."""
     spec, dtype = asked.spec, getattr(torch, asked.spec.dtype)
-    notes: list[str] = []
-    refused = False
-    for name in backends:
-        try:
-            backend = load_backend(name, device, dtype, spec.head_dim, asked.chunk_tokens)
-            forward, forward_note, check = _forward(module, asked, device, backend)
-            break
-        except (EngineMissing, UnsupportedModel) as error:
-            if name == backends[-1]:
-                raise
-            refused = refused or isinstance(error, UnsupportedModel)
-            notes.append(f"Not {name}: {error}")
+
+    def attempt(name: str) -> tuple[AttentionBackend, Forward, str, SelfCheck]:
+        backend = load_backend(name, device, dtype, spec.head_dim, asked.chunk_tokens)
+        return backend, *_forward(module, asked, device, backend)
+
+    (backend, forward, forward_note, check), name, notes, refused = _first(backends, attempt)
     fell_back = refused or forward_note.startswith(_REFUSED) or name == ReferenceBackend.name != backends[0]
-    chosen = Choice(forward, forward_note, backend, " ".join(notes), fell_back, check)
     if fell_back:
         _log.warning(
             "%s is served by attention_backend=%s and the %s forward, since something better was refused or is missing. %s",
-            spec.name, name, forward.name, " ".join(filter(None, (*notes, forward_note))),
+            spec.name, name, forward.name, f"{notes} {forward_note}".strip(),
         )  # fmt: skip
-    return chosen
+    return Choice(forward, forward_note, backend, notes, fell_back, check)
 
 
 def attention_here(
@@ -198,15 +186,22 @@ def attention_here(
     """What serves a model that passes its self-check: the backend's name, why no better one, and whether the reference
     serves in place of a kernel. Raises EngineMissing where what was asked for cannot run, ConfigError for an unknown name.
     """
-    names, notes = candidates(asked, device.type), list[str]()
+    names = candidates(asked, device.type)
+    _, name, notes, _ = _first(names, lambda name: load_backend(name, device, dtype, head_dim, chunk_tokens))
+    return name, notes, name == ReferenceBackend.name != names[0]
+
+
+def _first(names: Sequence[str], attempt: Callable[[str], _Found]) -> tuple[_Found, str, str, bool]:
+    """What is found under the first of these backends that is neither missing nor refused, its name, why not those before,
+    and whether one was refused. Raises what the last one raises."""
+    notes, refused = list[str](), False
     for name in names[:-1]:
         try:
-            load_backend(name, device, dtype, head_dim, chunk_tokens)
-            return name, " ".join(notes), False
-        except EngineMissing as missing:
-            notes.append(f"Not {name}: {missing}")
-    load_backend(names[-1], device, dtype, head_dim, chunk_tokens)
-    return names[-1], " ".join(notes), names[-1] == ReferenceBackend.name != names[0]
+            return attempt(name), name, " ".join(notes), refused
+        except (EngineMissing, UnsupportedModel) as error:
+            refused = refused or isinstance(error, UnsupportedModel)
+            notes.append(f"Not {name}: {error}")
+    return attempt(names[-1]), names[-1], " ".join(notes), refused
 
 
 def _forward(

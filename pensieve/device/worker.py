@@ -17,14 +17,13 @@ from pensieve.core.plan import Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.device.attention import IMPLEMENTATION, Iteration
 from pensieve.device.batch import Batch, BlockTables, build_batch
 from pensieve.device.flight import Flight, explain, without_frames
-from pensieve.device.graphs import CudaRecorder, DecodeGraphs, Recorder
+from pensieve.device.graphs import DecodeGraphs
 from pensieve.device.kernels.base import CapturingBackend
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel
 from pensieve.device.sampler import draw
 from pensieve.device.transfers.cuda_link import CudaLink, choose_copier
-from pensieve.device.transfers.link import Link
-from pensieve.device.transfers.transfer import Transfer
+from pensieve.device.transfers.transfer import Link, Transfer
 from pensieve.errors import EngineMissing, HardwareMissing
 from pensieve.units import ceil_div, format_bytes
 
@@ -38,9 +37,8 @@ class TorchOptions:
     """depth: plans in flight, 1 or 2. graphs: replay decode iterations where the device and the attention backend can.
 
     max_batch_tokens, max_batch_requests: of one iteration. memory_share: of the device's memory, what weights, KV and the
-    largest iteration may take together where the KV's size is computed. recorder: what records a graph; torch.cuda's by
-    default, and none on a CPU. transfer: what performs the copies; a DiskOptions where there is a file store, on a CPU with
-    depth 1 only.
+    largest iteration may take together where the KV's size is computed. transfer: what performs the copies; a DiskOptions
+    where there is a file store, on a CPU with depth 1 only.
     """
 
     depth: int = 1
@@ -48,7 +46,6 @@ class TorchOptions:
     max_batch_tokens: int = 512
     max_batch_requests: int = 64
     memory_share: float = 0.9
-    recorder: Recorder | None = None
     transfer: Callable[[KvTensors, Link | None], Transfer] = Transfer
 
 
@@ -143,16 +140,14 @@ class TorchWorker:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         blocks = ceil_div(min(options.max_batch_tokens, context), self.chunk_tokens)
-        recorder = self._recorder()
         try:
-            self._allocate(blocks, 0, recorder)
+            self._allocate(blocks, 0)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             for rows in largest_rows(options.max_batch_tokens, options.max_batch_requests, context):
                 self._try(rows, blocks)
             working = torch.cuda.max_memory_allocated(device) - before
-            if recorder is not None:  # for rows as long as the model's context: the pool will be larger than this one
-                self._make_graphs(recorder, context)
+            self._make_graphs(context)  # for rows as long as the model's context: the pool will be larger than this one
             self._synchronize()
             torch.cuda.empty_cache()
             beside = torch.cuda.mem_get_info(device)[0] + blocks * block_bytes  # what stands, stands; the pool will not
@@ -183,11 +178,9 @@ class TorchWorker:
         graphs. Raises HardwareMissing, EngineMissing."""
         started = perf_counter_ns()
         try:
-            recorder = self._recorder()
-            self._allocate(gpu_blocks, cpu_blocks, recorder)
+            self._allocate(gpu_blocks, cpu_blocks)
             self._warm_up(gpu_blocks)
-            if recorder is not None:
-                self._make_graphs(recorder, gpu_blocks)
+            self._make_graphs(gpu_blocks)
             self._synchronize()  # the streams of the copies do not wait for what was zeroed here
         except (HardwareMissing, EngineMissing):
             self._free()
@@ -370,9 +363,9 @@ class TorchWorker:
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
-    def _allocate(self, gpu_blocks: int, cpu_blocks: int, recorder: Recorder | None) -> None:
-        """recorder: graphs have a scratch block, behind all others."""
-        model, blocks = self.model, gpu_blocks + (recorder is not None)
+    def _allocate(self, gpu_blocks: int, cpu_blocks: int) -> None:
+        """Graphs have a scratch block, behind all others."""
+        model, blocks = self.model, gpu_blocks + self._records
         self._tensors = KvTensors(model.spec, self.chunk_tokens, blocks, cpu_blocks, model.device, model.dtype)
         link = self._link
         if link is None and model.device.type == "cuda":
@@ -417,17 +410,19 @@ class TorchWorker:
                 draw(logits, batch.draws)
         self._synchronize()
 
-    def _recorder(self) -> Recorder | None:
-        """Return what records decode iterations; None where they are not to be recorded, or cannot be."""
-        backend = self.model.attention
-        if not (self.options.graphs and isinstance(backend, CapturingBackend)):
-            return None
-        if self.options.recorder is not None:
-            return self.options.recorder
-        return CudaRecorder(self.model.device) if self.model.device.type == "cuda" else None
+    @property
+    def _records(self) -> bool:
+        """Whether decode iterations are to be recorded, and can be."""
+        return (
+            self.options.graphs
+            and self.model.device.type == "cuda"
+            and isinstance(self.model.attention, CapturingBackend)
+        )
 
-    def _make_graphs(self, recorder: Recorder, blocks: int) -> None:
+    def _make_graphs(self, blocks: int) -> None:
         """blocks: of the pool that a row can have."""
+        if not self._records:
+            return
         backend, tensors = self.model.attention, self.tensors
         assert isinstance(backend, CapturingBackend)
         with torch.inference_mode():
@@ -439,5 +434,4 @@ class TorchWorker:
                 scratch=tensors.gpu_blocks - 1,
                 most_rows=min(self.options.max_batch_requests, self.options.max_batch_tokens),
                 max_blocks=min(ceil_div(self.model.spec.max_context, self.chunk_tokens), blocks),
-                recorder=recorder,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.model import LoadedModel
-from pensieve.device.transfers.link import Link
+from pensieve.device.transfers.transfer import Link
 from pensieve.device.worker import TorchOptions
 from pensieve.plugins.caches.restore import RestoreMode, RestoringCache
 from pensieve.sim.profile import Profile

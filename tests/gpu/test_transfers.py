@@ -9,9 +9,8 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.device.transfers.cuda_link import CudaLink, choose_copier
-from pensieve.device.transfers.link import Link
 from pensieve.device.transfers.pinned import pinned_bytes
-from pensieve.device.transfers.transfer import Transfer
+from pensieve.device.transfers.transfer import Link, Transfer
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.serve.systems.base import WallClock
 from pensieve.specs import ModelSpec

@@ -17,17 +17,17 @@ on, since C reads the weights once for 4."""
 TYPES = (torch.float32, torch.bfloat16)
 """Of weights that C multiplies."""
 
-_SOURCE = Path(__file__).with_name("few_rows.c")
+_SOURCE = Path(__file__).with_name("rows.c")
 
 
-def _products(dtype: torch.dtype) -> Library:
-    return load_library(_SOURCE, (f"WEIGHT_{str(dtype).removeprefix('torch.').upper()}",))
+def _compiled(dtype: torch.dtype) -> Library:
+    return load_library(_SOURCE, (str(dtype).removeprefix("torch.").upper(),))
 
 
 def serves(dtype: torch.dtype) -> bool:
-    """Can C multiply weights of this type here, in as many threads as torch has? Not without a compiler."""
+    """Can C compute with weights of this type here, in as many threads as torch has? Not without a compiler."""
     try:
-        return dtype in TYPES and (_products(dtype).threads or torch.get_num_threads() == 1)
+        return dtype in TYPES and (_compiled(dtype).threads or torch.get_num_threads() == 1)
     except EngineMissing:
         return False
 
@@ -41,7 +41,7 @@ class FewRows:
         assert bias is None or (bias.dtype, len(bias)) == (weights.dtype, len(weights))
         self._weights, self._type = weights, weights.dtype
         self._bias = None if bias is None else bias.float().contiguous()
-        library = _products(weights.dtype)
+        library = _compiled(weights.dtype)
         self._function = library.functions.linear_few
         self._function.restype = None
         self._function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
@@ -59,7 +59,6 @@ class FewRows:
         return y.to(self._type)
 
 
-_ROW_KERNELS = Path(__file__).with_name("row_kernels.c")
 _PARALLEL_NUMBERS = 65536  # fewer are done before threads have been woken
 
 
@@ -68,7 +67,7 @@ class RowKernels:
 
     def __init__(self, dtype: torch.dtype) -> None:
         """dtype: float32 or bfloat16, of everything but a norm's weight, which is float32."""
-        library = load_library(_ROW_KERNELS, (str(dtype).removeprefix("torch.").upper(),))
+        library = _compiled(dtype)
         self._parallel, self._dtype = library.threads, dtype
         self._norm, self._rotate, self._gate = (
             getattr(library.functions, name) for name in ("rms_norm", "rotate", "gate")

@@ -1,18 +1,8 @@
-"""Projections joined at load, and packed for a CPU's vector units where memory allows.
-
-On a CPU a safetensors file is not read into memory but mapped: a tensor is a part of the file, whose pages come when they
-are first read and count as this process's own. The mapping ends with the last tensor in it. So weights that were copied into
-another layout would stay beside their copies for as long as one norm of the same file is in use: their pages are returned.
-"""
+"""Projections joined at load, and packed for a CPU's vector units where memory allows."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -49,8 +39,8 @@ def packable(module: Any, memory_bytes: int | None = None) -> bool:
 class Linear:
     """x [rows, in] to [rows, out], with the weights of several modules that read the same x stacked along out.
 
-    The joined weights are one tensor, which the modules' own parameters become views of, so that no weight exists twice;
-    pages of the file that they were read from are returned.
+    The joined weights are one tensor, which the modules' own parameters become views of, so that no weight exists twice.
+    (Pages of a mapped file that they were read from are clean: the system takes them back when memory is short.)
     pack: a copy in oneDNN's blocked layout too, at half the time of a plain product for 5 to 16 rows; fewer are multiplied
     in C.
     """
@@ -80,10 +70,9 @@ def _joined(modules: Sequence[Any], contiguous: bool) -> torch.Tensor:
     weights = [_out_by_in(module) for module in modules]
     if len(modules) == 1 and (weights[0].is_contiguous() or not contiguous):
         return weights[0]
-    joined, before = torch.cat([weight.contiguous() for weight in weights]), [module.weight for module in modules]
+    joined = torch.cat([weight.contiguous() for weight in weights])
     for module, rows in zip(modules, joined.split([len(w) for w in weights]), strict=True):
         module.weight = torch.nn.Parameter(rows.t() if _is_conv1d(module) else rows, requires_grad=False)
-    return_file_pages(before)
     return joined
 
 
@@ -95,26 +84,3 @@ def _out_by_in(module: Any) -> torch.Tensor:
 
 def _is_conv1d(module: Any) -> bool:
     return type(module).__name__ == "Conv1D"
-
-
-def return_file_pages(copied: Iterable[torch.Tensor]) -> int:
-    """Return to the system the whole pages of tensors that nobody will write to or has to find changed: if one is read after
-    all, it is as the file has it. Returns the bytes; none where the system does not tell what is mapped, as Linux does.
-    Tensors that are no part of a file keep theirs."""
-    returned, files = 0, list[tuple[int, int]]()
-    if sys.platform.startswith("linux"):
-        with suppress(OSError):
-            for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-                addresses, _, _, _, inode = line.split(maxsplit=5)[:5]
-                if inode != "0":
-                    start, _, stop = addresses.partition("-")
-                    files.append((int(start, 16), int(stop, 16)))
-    for tensor in copied:
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            continue
-        begins, page = tensor.data_ptr(), mmap.PAGESIZE
-        first, last = -(-begins // page) * page, (begins + tensor.nbytes) // page * page  # pages that are its alone
-        if first < last and any(start <= first and last <= stop for start, stop in files):
-            how = ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mmap.MADV_DONTNEED)
-            returned += 0 if ctypes.CDLL(None).madvise(*how) else last - first
-    return returned

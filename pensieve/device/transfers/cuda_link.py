@@ -18,11 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.transfers.link import BlockRun, Copier, Haul, Mark, gpu_of
-from pensieve.errors import EngineMissing, HardwareMissing
-
-_CHECKED = (BlockRun(1, 9, 2), BlockRun(4, 0, 1), BlockRun(6, 2, 3), BlockRun(10, 6, 1), BlockRun(12, 13, 1))
-_CHECKED_BLOCKS = 20
+from pensieve.device.transfers.transfer import BlockRun, Copier, Haul, Mark, gpu_of
+from pensieve.errors import EngineMissing
 
 
 class CudaLink:
@@ -102,9 +99,6 @@ class CudaMark:
     def reached(self) -> bool:
         return bool(self.event.query())
 
-    def wait(self) -> None:
-        self.event.synchronize()
-
 
 class CallCopier:
     """One `copy_` a run and layer; torch makes it one cudaMemcpyAsync, since both sides are contiguous.
@@ -179,35 +173,23 @@ def _addresses(pool: torch.Tensor, blocks: NDArray[np.uint64]) -> NDArray[np.uin
 
 
 def choose_copier(tensors: KvTensors) -> tuple[Copier, str]:
-    """The driver's batched copy where it brings every byte both ways, else a call a run; and the choice in words.
+    """The driver's batched copy where it is there and brings every byte both ways, else a call a run; the choice in words.
 
-    Only on a GPU, and before the pools hold anything: blocks are written to, and zeroed again. Raises HardwareMissing where
-    neither way copies.
+    Only on a GPU, and before the pools hold anything: blocks are written to, and zeroed again.
     """
-    copiers: list[Copier] = [CallCopier()]
-    notes: list[str] = []
     try:
-        copiers.insert(0, BatchCopier())
-    except EngineMissing as missing:
-        notes.append(str(missing).rstrip("."))
-    return first_sound(copiers, tensors, notes)
+        copier = BatchCopier()
+        for source, target in ((tensors.cpu, tensors.gpu), (tensors.gpu, tensors.cpu)):
+            _check(copier, source, target)
+    except (EngineMissing, RuntimeError) as reason:
+        return CallCopier(), f"{CallCopier.name}; {str(reason).strip().splitlines()[0].rstrip('.')}"
+    return copier, copier.name
 
 
-def first_sound(copiers: Sequence[Copier], tensors: KvTensors, notes: Sequence[str] = ()) -> tuple[Copier, str]:
-    """As choose_copier, of these copiers; notes: what is said of others."""
-    said = list(notes)
-    for copier in copiers:
-        fault = find_fault(copier, tensors.cpu, tensors.gpu) or find_fault(copier, tensors.gpu, tensors.cpu)
-        if not fault:
-            return copier, "; ".join((copier.name, *said))
-        said.append(f"not {copier.name}: {fault}")
-    raise HardwareMissing(f"Copies between the tiers fail on this machine ({'; '.join(said)}); use cache.cpu=0.")
-
-
-def find_fault(copier: Copier, source: torch.Tensor, target: torch.Tensor) -> str:
-    """What is wrong with this way of copying; "" where every byte arrives and no other block changes. Leaves zeros."""
-    blocks = min(source.shape[1], target.shape[1], _CHECKED_BLOCKS)
-    runs = [run for run in _CHECKED if max(run.src, run.dst) + run.blocks < blocks] or [BlockRun(0, blocks - 1, 1)]
+def _check(copier: Copier, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Raises RuntimeError where a byte does not arrive, or another block changes. Leaves zeros."""
+    blocks = min(source.shape[1], target.shape[1], 20)
+    runs = [BlockRun(0, blocks - 1, 1), *([BlockRun(1, 0, blocks // 2)] if blocks > 3 else [])]
     layers = sorted({0, source.shape[0] - 1})
     size = source[0, 0].numel() * source.itemsize
     noise = torch.randint(0, 256, (blocks, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -224,10 +206,10 @@ def find_fault(copier: Copier, source: torch.Tensor, target: torch.Tensor) -> st
             for layer in layers:
                 copy(layer)
         _synchronize(device)
-        arrived = (target[layer, :blocks].cpu().flatten(1).view(torch.uint8) for layer in layers)
-        return "" if all(torch.equal(one, expected) for one in arrived) else "it copied wrongly"
-    except Exception as error:  # of a driver: whatever says that this way does not work on this machine
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        if not all(
+            torch.equal(target[layer, :blocks].cpu().flatten(1).view(torch.uint8), expected) for layer in layers
+        ):
+            raise RuntimeError(f"Not {copier.name}: it copied wrongly.")
     finally:
         for layer in layers:
             source[layer, :blocks].zero_()

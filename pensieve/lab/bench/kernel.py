@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from pensieve.core.plan import Row, Sample
 from pensieve.device.asked import BACKENDS, ON_CPU, candidates
 from pensieve.device.batch import Batch, BlockTables, Span, Spans, build_batch
-from pensieve.device.graphs import CudaRecorder
+from pensieve.device.graphs import record
 from pensieve.device.kernels.base import AttentionBackend, Plan, Scores
 from pensieve.device.model import load_backend
 from pensieve.errors import PensieveError
@@ -164,7 +164,7 @@ def _captured(call: Call, device: torch.device) -> Call | None:
         return None
     try:
         with torch.inference_mode():
-            return CudaRecorder(device).record(call)
+            return record(call, device, torch.cuda.graph_pool_handle())
     except Exception:  # one that waits for the device cannot be captured; one that always raises is recorded when timed
         torch.cuda.synchronize(device)
         return None

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from pensieve.core.plan import GPU, Move, Moved, StepPlan
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.transfers.link import Link
-from pensieve.device.transfers.transfer import Transfer
+from pensieve.device.transfers.transfer import Link, Transfer
 from pensieve.plugins.tiers.pool_file import PoolFile
 from pensieve.sim.worker import STAGING_BYTES
 

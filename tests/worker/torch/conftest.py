@@ -3,7 +3,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -26,14 +25,16 @@ def llama(model_of: Callable[..., LoadedModel]) -> LoadedModel:
 
 
 @pytest.fixture
-def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def compile_for(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], None]]:
     """What C is loaded from then on is compiled for this one of PROCESSORS. Skips where it cannot be or cannot run."""
 
     def chosen(name: str) -> None:
         options, needed = PROCESSORS[name]
         if platform.machine() != "x86_64" or not needed <= set(processor().split()):
             pytest.skip(f"this machine does not run what is compiled for {name}")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))  # compiled once for all tests
         monkeypatch.setattr(compiler, "_ATTEMPTS", ((*options, "-fopenmp-simd"),))
         load_library.cache_clear()
 

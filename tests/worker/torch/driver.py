@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import Move, Row, Sample, StepPlan, StepResult
@@ -21,7 +20,7 @@ from pensieve.device.batch import BlockTables, build_batch
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.sampler import draw, draws_of, numbers_of
-from pensieve.device.transfers.link import Link
+from pensieve.device.transfers.transfer import Link
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books
@@ -115,28 +114,11 @@ def drawn(logits: torch.Tensor, samples: Sequence[Sample]) -> tuple[list[int], l
 
 
 def plain_generate(model: LoadedModel, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """Greedy tokens of transformers' own generate; no token ends it. Asked for once of a model, which nobody changes."""
-    asked = (id(model.module), tuple(prompt), new_tokens)
-    if asked not in _generated:
-        _generated[asked] = (model.module, _generate(model, prompt, new_tokens))
-    return list(_generated[asked][1])
-
-
-_generated: dict[tuple[int, tuple[int, ...], int], tuple[object, list[int]]] = {}  # with the module, whose id it is
-
-
-def _generate(model: LoadedModel, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    model.module.set_attn_implementation("eager")
-    never = model.spec.vocab  # None would mean the model's own
-    config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=never, pad_token_id=0)
-    try:
-        with torch.inference_mode():
-            ids = torch.tensor([list(prompt)])
-            # The mask is given, since generate would take a token 0 in the prompt for padding.
-            output = model.module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        return output[0, len(prompt) :].tolist()
-    finally:
-        model.module.set_attn_implementation(IMPLEMENTATION)
+    """Greedy tokens by transformers' own eager attention, each from one forward over all that is before it."""
+    tokens = list(prompt)
+    for _ in range(new_tokens):
+        tokens.append(int(plain_logits(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
 
 
 def engine_on(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,19 +13,9 @@ import torch
 
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers import cuda_link
-from pensieve.device.transfers.cuda_link import (
-    BATCH_CALL,
-    Attributes,
-    BatchCopier,
-    CallCopier,
-    choose_copier,
-    find_fault,
-    first_sound,
-)
-from pensieve.device.transfers.link import BlockRun, Haul
+from pensieve.device.transfers.cuda_link import BATCH_CALL, Attributes, BatchCopier, CallCopier, choose_copier
 from pensieve.device.transfers.pinned import kept, pinned_bytes
-from pensieve.errors import HardwareMissing
-from tests.thread_link import Piece, copy_runs
+from pensieve.device.transfers.transfer import BlockRun, Haul
 
 from .driver import tiny_spec
 
@@ -37,19 +26,9 @@ def tensors():
     return KvTensors(tiny_spec("llama"), 4, 48, 48, torch.device("cpu"), torch.float32)
 
 
-class Named:
-    """Copies as `copy_runs` does, but for the faults it is given; known by its name."""
-
-    def __init__(self, name, fault=lambda haul: haul):
-        self.name, self.fault = name, fault
-
-    def prepare(self, haul):
-        done = self.fault(haul)
-        return lambda layer: copy_runs(Piece(done.runs, done.source[layer], done.target[layer]))
-
-
-def memory(monkeypatch):
-    """A driver's batched copy for RAM, by the signature that cuda.h has, and what it was asked for."""
+def memory(monkeypatch, misses=0):
+    """A driver's batched copy for RAM, by the signature that cuda.h has, and what it was asked for. misses: bytes that it
+    leaves out of each copy."""
     asked = []
     stream = SimpleNamespace(query=lambda: True, cuda_stream=77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -62,7 +41,7 @@ def memory(monkeypatch):
             if not size:
                 refused[0] = 1
                 return 1
-            ctypes.memmove(target, source, size)
+            ctypes.memmove(target, source, size - misses)
         return 0
 
     return BATCH_CALL(perform), asked
@@ -74,19 +53,16 @@ def test_every_way_brings_every_byte_layer_by_layer(kind, monkeypatch):
     for pool in (pools.cpu, pools.gpu):
         noise = torch.randint(0, 256, (pool.nbytes,), dtype=torch.uint8)
         pool.view(-1).view(torch.uint8).copy_(noise)  # NaN patterns included
-    expected.gpu.view(torch.uint8).copy_(pools.gpu.view(torch.uint8))
+    got, wanted, source = (pool.view(torch.uint8) for pool in (pools.gpu, expected.gpu, pools.cpu))
+    wanted.copy_(got)
     for run in RUNS:
-        for i in range(run.blocks):
-            expected.gpu.view(torch.uint8)[:, run.dst + i] = pools.cpu.view(torch.uint8)[:, run.src + i]
+        wanted[:, run.dst : run.dst + run.blocks] = source[:, run.src : run.src + run.blocks]
     call, asked = memory(monkeypatch)
-    ways = {"calls": CallCopier(), "batch": BatchCopier(call)}
-    assert find_fault(ways[kind], tensors().cpu, tensors().gpu) == ""
-    asked.clear()
-    copy = ways[kind].prepare(Haul(RUNS, pools.cpu, pools.gpu))
+    copy = {"calls": CallCopier(), "batch": BatchCopier(call)}[kind].prepare(Haul(RUNS, pools.cpu, pools.gpu))
     for layer in range(pools.layers):
-        assert not torch.equal(pools.gpu.view(torch.uint8)[layer], expected.gpu.view(torch.uint8)[layer])
+        assert not torch.equal(got[layer], wanted[layer])
         copy(layer)
-        assert torch.equal(pools.gpu.view(torch.uint8)[layer], expected.gpu.view(torch.uint8)[layer])
+        assert torch.equal(got[layer], wanted[layer])
     assert asked == {"calls": [], "batch": 2 * [(4, 1, 1)]}[kind], "a call a layer"
 
 
@@ -95,34 +71,23 @@ def test_the_drivers_structure_is_as_large_as_in_its_header():
     assert (offsets, ctypes.sizeof(Attributes)) == ([0, 4, 12, 20], 24)
 
 
-def test_a_refused_batch_is_an_error(monkeypatch):
-    call, _ = memory(monkeypatch)
-    pools = tensors()
-    copy = BatchCopier(call).prepare(Haul([BlockRun(0, 1, 1), BlockRun(2, 3, 0)], pools.cpu, pools.gpu))
-    with pytest.raises(RuntimeError, match="error 1 in copy 1 of 2"):
-        copy(0)
-
-
-def misplaced(haul):
-    runs = [replace(run, dst=run.dst + 1) for run in haul.runs[:-1]] + list(haul.runs[-1:])
-    return Haul(runs, haul.source, haul.target)
-
-
-def broken(haul):
-    raise ValueError("no such\ninstruction")
-
-
-def test_a_way_that_copies_wrongly_or_not_at_all_does_not_serve(monkeypatch):
-    pools = tensors()
-    copier, note = first_sound([Named("batch", misplaced), Named("broken", broken), Named("calls")], pools)
-    assert copier.name == "calls"
-    assert note == "calls; not batch: it copied wrongly; not broken: ValueError: no such"
-    assert not pools.cpu.any() and not pools.gpu.any(), "nothing of the check stays behind"
-    with pytest.raises(HardwareMissing, match=r"fail on this machine \(not calls: it copied wrongly\)"):
-        first_sound([Named("calls", misplaced)], pools)
+def test_the_batched_copy_serves_where_it_is_there_and_brings_every_byte(monkeypatch):
+    for misses, name, note in (
+        (0, "a call a layer", "a call a layer"),
+        (1, "a call a run", "a call a run; Not a call a layer: it copied wrongly"),
+    ):
+        call, _ = memory(monkeypatch, misses)
+        monkeypatch.setattr(cuda_link, "find_batch_call", lambda call=call: call)
+        pools = tensors()
+        copier, said = choose_copier(pools)
+        assert (copier.name, said) == (name, note)
+        assert not pools.cpu.any() and not pools.gpu.any(), "nothing of the check stays behind"
+        copy = BatchCopier(call).prepare(Haul([BlockRun(0, 1, 1), BlockRun(2, 3, 0)], pools.cpu, pools.gpu))
+        with pytest.raises(RuntimeError, match="error 1 in copy 1 of 2"):
+            copy(0)
+    monkeypatch.undo()
     monkeypatch.setattr(cuda_link.ctypes, "CDLL", lambda name: object())
-    copier, note = choose_copier(pools)
-    assert isinstance(copier, CallCopier) and note.startswith("a call a run; No batched copies: the CUDA driver")
+    assert choose_copier(tensors())[1].startswith("a call a run; No batched copies: the CUDA driver")
 
 
 # -- pinned memory ----------------------------------------------------------------------------------------------------------

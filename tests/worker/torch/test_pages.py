@@ -1,73 +1,24 @@
-"""Memory is taken when it is used, and goes back when it is needed no more: pools, files that weights were mapped from,
-blocks that only a measurement filled."""
+"""Memory is taken when it is used, and goes back when it is needed no more: pools, blocks that only a measurement filled."""
 
 from __future__ import annotations
 
 import mmap
 import sys
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.model import load_model
 from pensieve.errors import HardwareMissing
 from pensieve.lab.compose.build import build_system
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.serve.systems import profiling
 from tests.composed import checked
-from tests.worker.torch.driver import plain_logits, tiny_spec
+from tests.worker.torch.driver import tiny_spec
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of a file are told by Linux")
-
-READ_AROUND = 64 * 1024  # bytes that a page fault may map on either side
-
-
-def mapped(file):
-    """Bytes of a file that this process has mapped, and of them those in memory."""
-    size = resident = 0
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        fields = line.split()
-        if "-" in fields[0] and not fields[0].endswith(":"):
-            inside = line.endswith(str(file))
-        elif inside and fields[0] in ("Size:", "Rss:"):
-            size += int(fields[1]) * 1024 * (fields[0] == "Size:")
-            resident += int(fields[1]) * 1024 * (fields[0] == "Rss:")
-    return size, resident
-
-
-LLAMA = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
-GPT2 = {"n_embd": 256, "n_inner": 1024, "n_head": 8}
-COPIED = {"llama": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "gpt2": ("c_attn", "c_proj", "c_fc")}
-"""Joined, or turned round: GPT-2 keeps its weights the other way."""
-
-
-@pytest.mark.parametrize(("name", "large"), [("llama", LLAMA), ("gpt2", GPT2)])
-def test_weights_that_were_laid_out_anew_do_not_stay_in_memory_as_they_were(name, large, tmp_path):
-    spec = tiny_spec(name, **large)
-    saved = load_model(ModelAsked(spec, threads=1))
-    saved.module.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    model = load_model(ModelAsked(spec, weights=str(tmp_path), threads=1))
-    assert model.forward.name.startswith("fused")
-    weights = {
-        path: weight
-        for path, weight in model.module.named_parameters()
-        if path.endswith("weight") and path.split(".")[-2] in COPIED[name]
-    }
-    copied = sum(weight.nbytes for weight in weights.values())
-    size, resident = mapped(file)
-    assert size >= file.stat().st_size, "the other weights are the file's own pages"
-    assert 0 < resident <= size - copied + 2 * READ_AROUND * len(weights) < size - copied / 2
-    assert plain_logits(model, [5, 6, 7]).equal(plain_logits(saved, [5, 6, 7]))
-    stored = load_file(file)
-    assert all(weight.equal(stored[path]) for path, weight in weights.items())
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are told by Linux")
 
 
 def resident(tensor):

@@ -14,8 +14,7 @@ import torch
 
 from pensieve.core.plan import Moved
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.transfers.link import BlockRun, merge_moves
-from pensieve.device.transfers.transfer import Transfer
+from pensieve.device.transfers.transfer import BlockRun, Transfer, merge_moves
 from pensieve.serve.systems.profiling import swap_in, swap_out
 from tests import thread_link
 from tests.gpu.shuttle import shuttle

@@ -1,14 +1,16 @@
-/* Products of few rows on a CPU, which take as long as the weights take to read.
+/* What a decode step does faster in C than in torch, to rows by themselves: products of few rows, which take as long as the
+   weights take to read; RMS norm, rotation, and the gate of an MLP, in one pass over memory where torch takes several.
 
-   Compiled when it is first needed, for this machine and one type of weights (-DWEIGHT_BFLOAT16 or -DWEIGHT_FLOAT32).
-   Inputs and sums are float32, other weights are widened in registers: a result differs from the product with the same
-   weights in float32 by the order of its sums alone. Neither other rows nor the number of threads change a row's result. */
+   Compiled when it is first needed, for this machine and one type of numbers. Sums are float32, and results are rounded once:
+   a product differs from that with the same weights in float32 by the order of its sums alone. Neither other rows nor the
+   number of threads change a row's result. */
 
-#include <stdint.h>
 #include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+
+#include "../kernels/numbers.h"
 
 /* Numbers a vector register; outputs and rows that are summed at once, as many as there are registers for: 16 sums of 32
    with AVX-512, 12 of 16 with AVX and SSE. */
@@ -22,34 +24,19 @@ enum { LANES = 4, OUTPUTS = 3, ROWS = 4 };
 
 typedef float floats __attribute__((vector_size(LANES * 4)));
 
-#ifdef WEIGHT_FLOAT32
-typedef float weight_type;
-static inline float widened_one(float weight) { return weight; }
-static inline floats widened(const float *from) {
+static inline floats widened_lanes(const number *from) {
     floats all;
+#if defined(FLOAT32)
     memcpy(&all, from, sizeof all);
+#elif defined(BFLOAT16) && defined(__AVX512F__)
+    all = (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined(BFLOAT16) && defined(__AVX2__)
+    all = (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
+    for (int i = 0; i < LANES; i++) all[i] = widened(from[i]);
+#endif
     return all;
 }
-#else
-typedef uint16_t weight_type; /* the upper half of a float32 */
-static inline float widened_one(uint16_t weight) {
-    const uint32_t bits = (uint32_t)weight << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-static inline floats widened(const uint16_t *from) {
-#if defined(__AVX512F__)
-    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
-#elif defined(__AVX2__)
-    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
-#else
-    floats all;
-    for (int i = 0; i < LANES; i++) all[i] = widened_one(from[i]);
-    return all;
-#endif
-}
-#endif
 
 enum { AHEAD = 16384, LINE = 64 }; /* bytes: weights are asked for so early, since prefetchers stop at the ends of pages */
 
@@ -81,7 +68,7 @@ static inline float sum_of(floats lanes) {
 
 /* y for `outputs` weights and `rows` inputs, both constant where this is inlined. */
 static inline __attribute__((always_inline)) void tile(
-    int rows, int outputs, const float *x, const weight_type *weights, const float *bias, float *y, int64_t in,
+    int rows, int outputs, const float *x, const number *weights, const float *bias, float *y, int64_t in,
     int64_t out) {
     floats sums[ROWS * OUTPUTS];
 #pragma GCC unroll 16
@@ -93,8 +80,8 @@ static inline __attribute__((always_inline)) void tile(
         for (int r = 0; r < rows; r++) memcpy(&inputs[r], x + r * in + at, sizeof inputs[r]);
 #pragma GCC unroll 4
         for (int o = 0; o < outputs; o++) {
-            const floats weight = widened(weights + o * in + at);
-            if (at * sizeof(weight_type) % LINE == 0)
+            const floats weight = widened_lanes(weights + o * in + at);
+            if (at * sizeof(number) % LINE == 0)
                 __builtin_prefetch((const char *)(weights + o * in + at) + AHEAD, 0, 2);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) {
@@ -108,7 +95,7 @@ static inline __attribute__((always_inline)) void tile(
 #pragma GCC unroll 4
         for (int o = 0; o < outputs; o++) {
             float sum = sum_of(sums[r * outputs + o]);
-            for (int64_t i = at; i < in; i++) sum = added_one(x[r * in + i], widened_one(weights[o * in + i]), sum);
+            for (int64_t i = at; i < in; i++) sum = added_one(x[r * in + i], widened(weights[o * in + i]), sum);
             y[r * out + o] = sum + (bias ? bias[o] : 0);
         }
 }
@@ -122,7 +109,7 @@ static inline __attribute__((always_inline)) void tile(
                 tile(count, 1, x, weights + one * in, bias ? bias + one : 0, y + one, in, out);
 
 static void some_rows(
-    int rows, int64_t first, int64_t last, const float *x, const weight_type *weights, const float *bias, float *y,
+    int rows, int64_t first, int64_t last, const float *x, const number *weights, const float *bias, float *y,
     int64_t in, int64_t out) {
     switch (rows) { /* constants, so that the sums stay in registers */
     case 1: TILES_OF(1) break;
@@ -134,7 +121,7 @@ static void some_rows(
 
 /* y [rows, out] = x [rows, in] times weights [out, in]; bias [out] or NULL. */
 void linear_few(
-    const float *x, const weight_type *weights, const float *bias, float *y, int64_t rows, int64_t in, int64_t out,
+    const float *x, const number *weights, const float *bias, float *y, int64_t rows, int64_t in, int64_t out,
     int threads) {
     /* Outputs at once, whose weights are read once for all rows: they fit the second level. */
     const int64_t block = 16 * OUTPUTS;
@@ -144,5 +131,55 @@ void linear_few(
         for (int64_t row = 0; row < rows; row += ROWS)
             some_rows(rows - row < ROWS ? rows - row : ROWS, first, last, x + row * in, weights, bias,
                       y + row * out, in, out);
+    }
+}
+
+/* y [rows, size] = x / sqrt(mean(x^2) + eps) * weight [size]. */
+void rms_norm(const number *x, const float *weight, number *y, int64_t rows, int64_t size, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *from = x + row * size;
+        number *to = y + row * size;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < size; i++) squares += widened(from[i]) * widened(from[i]);
+        const float scale = 1 / sqrtf(squares / size + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) to[i] = narrowed(widened(from[i]) * scale * weight[i]);
+    }
+}
+
+/* The first `heads` heads of each row, in place: x * cos + (x with its halves exchanged) * sin. x [rows, stride]; cos,
+   sin [rows, size], sin negative in its first half. */
+void rotate(
+    number *x, const number *cosines, const number *sines, int64_t rows, int64_t stride, int64_t heads, int64_t size,
+    int threads) {
+    const int64_t half = size / 2;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *c = cosines + row * size, *s = sines + row * size;
+        for (int64_t head = 0; head < heads; head++) {
+            number *first = x + row * stride + head * size, *second = first + half;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                const float one = widened(first[i]), other = widened(second[i]);
+                first[i] = narrowed(one * widened(c[i]) + other * widened(s[i]));
+                second[i] = narrowed(other * widened(c[half + i]) + one * widened(s[half + i]));
+            }
+        }
+    }
+}
+
+/* y [rows, size] = silu(first half of x [rows, 2 * size]) * the other half. */
+void gate(const number *x, number *y, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *gates = x + row * 2 * size, *up = gates + size;
+        number *to = y + row * size;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) {
+            const float by = widened(gates[i]);
+            to[i] = narrowed(by / (1 + exp_of(-by)) * widened(up[i]));
+        }
     }
 }
