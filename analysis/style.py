@@ -77,7 +77,6 @@ ROUTERS = {
     "random": "#D55E00",
     "least_loaded": "#E69F00",
     "prefix_aware": "#009E73",
-    "affinity_bounded": "#56B4E9",
 }
 """Lines of one baseline behind several routers."""
 RC = {

@@ -54,7 +54,7 @@ class Profile:
     to GPU, 0 where there is no CPU tier.
 
     where: device, threads, dtype and versions. tail_s: context length -> seconds of an iteration over its last
-    `tail_tokens`. left_out: context lengths that were not measured, and why.
+    `tail_tokens`.
     """
 
     chunk_tokens: int
@@ -63,7 +63,6 @@ class Profile:
     where: Mapping[str, Any]
     tail_s: Mapping[int, float] = field(default_factory=dict)
     tail_tokens: int = TAIL
-    left_out: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def terms(self) -> Terms:
@@ -83,25 +82,8 @@ class Profile:
     def load_s(self) -> float:
         return self.load_chunk_s
 
-    def largest_error_pct(self) -> float | None:
-        """Of the fitted times against the measured ones; None where there are as many terms as measurements, which any fit
-        would meet."""
-        measured, terms = self._measured(), self.terms
-        if len(measured) <= sum(value > 0 for value in asdict(terms).values()):
-            return None
-        return max(100 * abs(terms.iteration_s(start, stop) / seconds - 1) for start, stop, seconds in measured)
-
     def describe(self) -> dict[str, Any]:
-        terms = self.terms
-        return {
-            "kind": "profile",
-            **asdict(self),
-            "step_s": terms.step_s,
-            "weights_s": terms.weights_s,
-            "linear_s_per_token": terms.linear_s,
-            "attention_s_per_token2": terms.attention_s,
-            "largest_error_pct": self.largest_error_pct(),
-        }
+        return {"kind": "profile", **asdict(self), "terms": asdict(self.terms)}
 
     def _measured(self) -> list[_Measured]:
         whole = [(0, length, seconds) for length, seconds in self.prefill_s.items()]
@@ -116,18 +98,15 @@ def measure(
     chunk_tokens: int,
     longest: int,
     where: Mapping[str, Any],
-    max_context: int | None = None,
     most: int = WHOLE,
 ) -> Profile:
     """Profile a device through `iteration(start, stop) -> seconds` at the powers of two up to `longest`, the context that
     its pools hold; the fastest run counts, of a context or of a longer one, since noise only adds.
 
-    most: positions of one iteration, at most: there is memory for no more.
-    max_context: what the model takes, so that the record can say what the pools left out. Raises WorkerError where a prefill
-    fails; where a longer context does, which may need more memory than there is, the profile ends before it.
+    most: positions of one iteration, at most: there is memory for no more. Raises WorkerError where a prefill fails; where a
+    longer context does, which may need more memory than there is, or would take too long, the profile ends before it.
     """
     lengths = list(powers_of_two(SHORTEST, longest)) or [longest]
-    left_out = dict.fromkeys(powers_of_two(2 * lengths[-1], max_context or 0), "the GPU tier holds less")
     whole, tail = min(WHOLE, most), min(TAIL, most)
     fastest: dict[int, float] = {}
     spent = 0.0
@@ -136,19 +115,14 @@ def measure(
         return iteration(0 if length <= whole else length - tail, length)
 
     for index, length in enumerate(lengths):
-        reason = ""
         # A prefill of twice the length takes twice as long, an iteration over as many tokens much as long, but for attention.
         if length > _ALWAYS and spent + fastest[lengths[index - 1]] * (2 if length <= whole else 1) > _BUDGET_S:
-            reason = f"it would take the profile beyond {_BUDGET_S:g} s"
-        else:
-            try:
-                fastest[length] = run(length)
-            except WorkerError as error:
-                if length <= whole or not index:
-                    raise
-                reason = str(error)
-        if reason:
-            left_out = dict.fromkeys(lengths[index:], reason) | left_out
+            break
+        try:
+            fastest[length] = run(length)
+        except WorkerError:
+            if length <= whole or not index:
+                raise
             break
         spent += fastest[length]
     for repeat in range(_ROUNDS):
@@ -164,7 +138,6 @@ def measure(
         where=dict(where),
         tail_s=_rising({length: seconds for length, seconds in fastest.items() if length > whole}),
         tail_tokens=tail,
-        left_out=left_out,
     )
 
 
@@ -192,9 +165,8 @@ def fit(measured: Sequence[_Measured]) -> Terms:
     best = Terms(0.0, 0.0, float(np.mean(seconds / tokens)), 0.0)
     least = _squared_error(best, measured)
     lengths = sorted(set(tokens))
-    for hinge in lengths[
-        : max(1, len(lengths) - 1)
-    ]:  # two lengths at least are bound by arithmetic, or there is no hinge
+    # Two lengths at least are bound by arithmetic, or there is no hinge.
+    for hinge in lengths[: max(1, len(lengths) - 1)]:
         bound = tokens < hinge
         columns = np.stack([np.ones_like(tokens), bound * 1.0, np.where(bound, 0.0, tokens), pairs], axis=1)
         for chosen in _chosen(hinged=bool(bound.any())):

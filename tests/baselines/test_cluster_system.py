@@ -85,7 +85,7 @@ EAGER = (  # long replies, short thoughts, and users who go on to conversations 
 LOADS = (
     ("affinity", EAGER),
     ("random", ("workload.users=null", "workload.request_interval=0.001", "workload.think_time_s=0.001")),
-    ("affinity_bounded", ("workload.timeout_s=0.004",)),
+    ("affinity", ("workload.timeout_s=0.004",)),
     ("least_loaded", (*EAGER, "eviction=belady", "hardware.replicas=2")),
     ("random", AGENTS),
     ("random", (*EAGER, "workload.timeout_s=0.05")),

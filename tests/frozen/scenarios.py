@@ -144,8 +144,8 @@ TRIALS = (
         slow=True,
     ),
     *(
-        Trial(f"cluster {router}", (*CLUSTER, f"hardware.router={router}"), slow=router != "affinity_bounded")
-        for router in ("affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random")
+        Trial(f"cluster {router}", (*CLUSTER, f"hardware.router={router}"), slow=router != "prefix_aware")
+        for router in ("affinity", "least_loaded", "prefix_aware", "random")
     ),
     *(Trial(f"real {one}", (*REAL, f"baseline={one}"), wall=True, slow=True) for one in BASELINES),
 )

@@ -176,7 +176,7 @@ class HardwareConfig(_Group):
 
     # Replicas behind a router: simulated ones by plugins.cluster, real ones by plugins.replicas.
     replicas: Count = 1
-    router: Literal["single", "affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "single"
+    router: Literal["single", "affinity", "least_loaded", "prefix_aware", "random"] = "single"
 
     @model_validator(mode="after")
     def _fields_belong_together(self) -> HardwareConfig:

@@ -3,7 +3,6 @@ vLLM's two policies, or by any of ours, from the tail."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -57,59 +56,40 @@ class Use:
         return sorted(self.offered, key=self.offered.__getitem__, reverse=True)
 
 
-class CpuOrder(ABC):
-    """Chunks by name. It hears of a request's chunks once, when the request has ended; keys come from the head of the
-    prompt on."""
+class Lru:
+    """Chunks by name, of which one goes first. It hears of a request's chunks once, when that has ended; keys come from the
+    head of the prompt on.
 
-    @abstractmethod
-    def insert(self, key: BlockHash, session: Session, index: int) -> None:
-        """A chunk is about to be stored. session: whose `index`-th chunk it is."""
-
-    @abstractmethod
-    def remove(self, key: BlockHash) -> None:
-        """Its store failed, or its session was forgotten."""
-
-    @abstractmethod
-    def used(self, session: Session, use: Use) -> None:
-        """A request of the session has ended that used these."""
-
-    @abstractmethod
-    def choose(self, chunks: int, evictable: Evictable, now_s: float) -> list[BlockHash] | None:
-        """Remove exactly so many of the evictable ones and return them; None, and nothing is changed, where there are too
-        few."""
-
-    @abstractmethod
-    def keys(self) -> Collection[BlockHash]:
-        """All that are there; for check()."""
-
-    def missed(self, keys: Sequence[BlockHash]) -> None:
-        """These are about to be stored, for the first time in a request: each was not there."""
-        return None
-
-    def changed(self, session: Session) -> None:
-        """What an eviction policy reads of the session has changed."""
-        return None
-
-
-class Lru(CpuOrder):
-    """vLLM 0.32, v1/kv_offload/cpu/policies/lru.py: used at the insertion, and at the end of each request that found it; of
-    one request the last chunk goes first."""
+    vLLM 0.32, v1/kv_offload/cpu/policies/lru.py: used at the insertion, and at the end of each request that found it; of one
+    request the last chunk goes first.
+    """
 
     def __init__(self) -> None:
         self.once: OrderedDict[BlockHash, None] = OrderedDict()
 
     def insert(self, key: BlockHash, session: Session, index: int) -> None:
+        """A chunk is about to be stored. session: whose `index`-th chunk it is."""
         self.once[key] = None
 
     def remove(self, key: BlockHash) -> None:
+        """Its store failed, or its session was forgotten."""
         del self.once[key]
 
+    def missed(self, keys: Sequence[BlockHash]) -> None:
+        """These are about to be stored, for the first time in a request: each was not there."""
+
+    def changed(self, session: Session) -> None:
+        """What an eviction policy reads of the session has changed."""
+
     def used(self, session: Session, use: Use) -> None:
+        """A request of the session has ended that used these."""
         for key in use.from_tail():
             if key in self.once:
                 self.once.move_to_end(key)
 
     def choose(self, chunks: int, evictable: Evictable, now_s: float) -> list[BlockHash] | None:
+        """Remove exactly so many of the evictable ones and return them; None, and nothing is changed, where there are too
+        few."""
         chosen = list(islice(filter(evictable, self.once), chunks))
         if len(chosen) < chunks:
             return None
@@ -118,6 +98,7 @@ class Lru(CpuOrder):
         return chosen
 
     def keys(self) -> Collection[BlockHash]:
+        """All that are there; for check()."""
         return self.once.keys()
 
 
@@ -191,7 +172,7 @@ class Arc(Lru):
         return self.once.keys() | self.again.keys()
 
 
-class FromTail(CpuOrder):
+class FromTail(Lru):
     """An eviction policy over chunks that are of use only behind all those before them: the candidate of a session is the
     last chunk that it has, or where that is in use the last one that is not. A chunk is the session's that stored or found
     it last. Core's index from the tail, over nodes of its own: a row a block, and of what is not evictable in another view.
@@ -276,7 +257,7 @@ class CpuTier:
     """The rules of vLLM 0.32's CPUOffloadingManager (v1/kv_offload/cpu/manager.py): what is offered and not there is stored
     as a whole or not at all; what is being stored, read or offered is not evicted."""
 
-    def __init__(self, slots: int, blocks_per_chunk: int, order: CpuOrder) -> None:
+    def __init__(self, slots: int, blocks_per_chunk: int, order: Lru) -> None:
         self.slots, self.blocks_per_chunk, self.order = slots, blocks_per_chunk, order
         self.facts = Facts()
         self._chunks: dict[BlockHash, CpuChunk] = {}

@@ -15,7 +15,7 @@ from pensieve.core.plan import CPU, GPU, Move, Moved
 from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import BlockHash, Run, Session, chunks_of
-from pensieve.plugins.caches.cpu_tier import Arc, CpuChunk, CpuOrder, CpuTier, FromTail, Lru, Use
+from pensieve.plugins.caches.cpu_tier import Arc, CpuChunk, CpuTier, FromTail, Lru, Use
 from pensieve.plugins.caches.prefix import PrefixCache
 
 Order = Literal["lru", "arc", "eviction"]
@@ -68,10 +68,8 @@ class VllmOffload(PrefixCache):
         slots = cpu_blocks // blocks_per_chunk
         self.cpu_blocks = slots * blocks_per_chunk
         self._policy = as_policy(policy) if order == "eviction" else None
-        kept: CpuOrder = Lru() if order == "lru" else Arc(slots)
-        if self._policy is not None:
-            kept = FromTail(self._policy, blocks_per_chunk)
-        self.cpu = CpuTier(slots, blocks_per_chunk, kept)
+        kept = Lru() if order == "lru" else Arc(slots)
+        self.cpu = CpuTier(slots, blocks_per_chunk, FromTail(self._policy, blocks_per_chunk) if self._policy else kept)
         self._prompt_only = offload_prompt_only
         self.stores_replies = not offload_prompt_only
         self._uses: dict[int, Use] = {}  # session number -> of its request, from its admission to its end
@@ -177,7 +175,9 @@ class VllmOffload(PrefixCache):
         size = self.chunk_tokens * self.cpu.blocks_per_chunk
         names = self._chunk_names(session, len(session.tokens))
         for start, stop in runs:
-            self._remove_from_cpu(names[start // size : chunks_of(stop, size)])
+            for own in names[start // size : chunks_of(stop, size)]:
+                if own[-1] in self.cpu:
+                    self.cpu.remove(own[-1])
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
@@ -309,11 +309,6 @@ class VllmOffload(PrefixCache):
                 self._free(block)
         failed = set(blocks)
         return [one for one in self.sessions.values() if not failed.isdisjoint(self._tables.get(one.number, ()))]
-
-    def _remove_from_cpu(self, names: Iterable[Sequence[BlockHash]]) -> None:
-        for own in names:
-            if own[-1] in self.cpu:
-                self.cpu.remove(own[-1])
 
     def _give_up(self, session: Session) -> None:
         for own in self._chunk_names(session, len(session.tokens)):

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from pensieve.lab.workload.base import uniform
 
 MOST_TIMES_MEAN = 1.25
-"""Of affinity_bounded: no replica takes more than so many times the mean of requests under way, and one more."""
+"""Of prefix_aware: no replica takes more than so many times the mean of requests under way, and one more (bounded loads:
+Mirrokni, Thorup, Zadimoghaddam 2018)."""
 
 
 class Asked(Protocol):
@@ -62,24 +63,17 @@ def affinity(request: Asked, up: Sequence[Known], seed: int) -> Known:
     return up[int(_mixed(numbers * _ODD + np.uint64(key)).argmax())]
 
 
-def affinity_bounded(request: Asked, up: Sequence[Known], seed: int) -> Known:
-    """affinity, but past those that have more than MOST_TIMES_MEAN of the mean load (consistent hashing with bounded
-    loads: Mirrokni, Thorup, Zadimoghaddam 2018)."""
-    limit = _limit(up)
-    return affinity(request, [one for one in up if one.in_flight < limit], seed)
-
-
 def prefix_aware(request: Asked, up: Sequence[Known], seed: int) -> Known:
-    """The one that holds most of the conversation's KV, unless its load is beyond the bound of affinity_bounded; where none
-    holds any, the least loaded."""
+    """The one that holds most of the conversation's KV, unless its load is beyond the bound; where none holds any, the least
+    loaded."""
     held = [one.held_tokens(request.session) for one in up]
     best = up[held.index(max(held))]
-    return best if any(held) and best.in_flight < _limit(up) else least_loaded(request, up, seed)
+    limit = MOST_TIMES_MEAN * sum(one.in_flight for one in up) / len(up) + 1
+    return best if any(held) and best.in_flight < limit else least_loaded(request, up, seed)
 
 
 ROUTERS: dict[str, Router] = {
     "affinity": affinity,
-    "affinity_bounded": affinity_bounded,
     "least_loaded": least_loaded,
     "prefix_aware": prefix_aware,
     "random": random,
@@ -89,11 +83,6 @@ LOAD_BLIND = frozenset({affinity, random})
 """Routers that go by the request and by who is up alone."""
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _limit(up: Sequence[Known]) -> float:
-    """Fewer requests under way than this, and a router of bounded load may choose it."""
-    return MOST_TIMES_MEAN * sum(one.in_flight for one in up) / len(up) + 1
 
 
 def _mixed(many: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -213,29 +213,19 @@ class Together:
 # -- in the process of a rank ------------------------------------------------------------------------------------------------
 
 
-class MachineClock:
-    """time.perf_counter_ns itself, which all processes of a machine share; the trial's clock began at some value of it."""
-
-    virtual = False
-
-    def now_ns(self) -> int:
-        return time.perf_counter_ns()
-
-    def now_s(self) -> float:
-        return time.perf_counter_ns() / 1e9
-
-
 def load_part(setup: Setup, number: int) -> TorchWorker:
-    """This rank's worker: loads its part of the model, as all the others do. Raises what load_model raises."""
+    """This rank's worker: loads its part of the model, as all the others do. Its times are time.perf_counter's, which all
+    processes of a machine share. Raises what load_model raises."""
     from pensieve.device.model import load_model, resolve_device
     from pensieve.device.worker import TorchWorker
     from pensieve.plugins.device.sharding import RankGroup
+    from pensieve.serve.systems.base import WallClock
 
     device, store = setup.devices[number], setup.store
     assert store is not None
     ranks = RankGroup.join(number, len(setup.devices), resolve_device(device), store)
     asked = setup.asked._replace(device=device)
-    return TorchWorker(load_model(asked, ranks), asked.chunk_tokens, MachineClock(), options=setup.options)
+    return TorchWorker(load_model(asked, ranks), asked.chunk_tokens, WallClock(0), options=setup.options)
 
 
 def main(number: int) -> NoReturn:

@@ -94,7 +94,7 @@ class ServeSettings(BaseModel):
     state: str | Literal[False] = "off"
     record: str | bool = False
     replicas: Positive = 1
-    router: Literal["affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "affinity"
+    router: Literal["affinity", "least_loaded", "prefix_aware", "random"] = "affinity"
 
 
 class App:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class WallClock:
-    """The machine's monotonic clock: a change of the wall time does not reach it."""
+    """The machine's monotonic clock, from its start on: a change of the wall time does not reach it. start_ns: None: now."""
 
     virtual = False
 
-    def __init__(self) -> None:
-        self._start_ns = time.perf_counter_ns()
+    def __init__(self, start_ns: int | None = None) -> None:
+        self._start_ns = time.perf_counter_ns() if start_ns is None else start_ns
 
     def now_ns(self) -> int:
         return time.perf_counter_ns() - self._start_ns

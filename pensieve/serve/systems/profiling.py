@@ -39,14 +39,14 @@ def profile_of(
     """
     longest = min(pool_tokens, max_context)
     same = {name: value for name, value in where.items() if name not in _COSTS_NO_STEP}
-    key = json.dumps([same, chunk_tokens, longest.bit_length(), max_context, batch_tokens], sort_keys=True, default=str)
+    key = json.dumps([same, chunk_tokens, longest.bit_length(), batch_tokens], sort_keys=True, default=str)
     profile = _known.get(key)
     if profile is None:
 
         def iteration_s(start: int, stop: int) -> float:
             return prefill_s(worker, clock, chunk_tokens, start, stop)
 
-        profile = measure(iteration_s, chunk_tokens, longest, same, max_context, batch_tokens)
+        profile = measure(iteration_s, chunk_tokens, longest, same, batch_tokens)
     if transfer_blocks and not profile.load_chunk_s:
         profile = replace(profile, load_chunk_s=load_s(worker, clock, transfer_blocks))
     _known[key] = profile
