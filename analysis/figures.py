@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import ValidationError
 from rich.console import Console
 
 from analysis import registry
@@ -18,7 +17,6 @@ from analysis.registry import Drawing
 from analysis.sweep import Source, open_source
 from pensieve.errors import PensieveError, ResultsError
 from pensieve.lab.compose.conf import outputs_folder
-from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.store import LATEST, ResultsStore, figures_folder, open_store
 from pensieve.units import Table, grid
 
@@ -120,24 +118,8 @@ def source_options(description: str) -> argparse.ArgumentParser:
         "--allow-mixed", action="store_true",
         help="draw trials of several kinds (simulated and real, contended, other weights or code) in one panel; it says so",
     )  # fmt: skip
-    found.add_argument(
-        "--prices", type=_prices, metavar="NAME=VALUE,...",
-        help=f"what an hour of it costs: {', '.join(Prices.model_fields)}, as of runners/size.py (default: none)",
-    )  # fmt: skip
     found.set_defaults(baselines=None, also=[])
     return found
-
-
-def _prices(text: str) -> Prices:
-    """gpu_hour=2,cpu_gib_hour=0.004"""
-    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    try:
-        return Prices.model_validate(given)
-    except ValidationError:
-        names = ", ".join(Prices.model_fields)
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=NUMBER,... with numbers from 0 on for {names}"
-        ) from None
 
 
 def _ids(text: str) -> list[int]:
@@ -173,7 +155,7 @@ def chosen_store(options: argparse.Namespace) -> ResultsStore:
 
 def chosen_source(store: ResultsStore, options: argparse.Namespace, sweep_id: int | None) -> Source:
     wanted = [name.strip() for name in options.baselines.split(",")] if options.baselines else []
-    return open_source(store, sweep_id, wanted, options.allow_mixed, options.prices, options.also)
+    return open_source(store, sweep_id, wanted, options.allow_mixed, options.also)
 
 
 def show(table: Table, title: str, note: str, console: Console | None = None) -> None:

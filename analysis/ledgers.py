@@ -1,4 +1,4 @@
-"""Why KV was missing, what keeping it took, and what that saved."""
+"""Why KV was missing, what keeping it took, and the seconds that that saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from analysis.quantities import over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Source
 from pensieve.lab.results.frame import Cell, Panel
-from pensieve.lab.results.prices import Worth
 from pensieve.serve.books.holding import TIERS
 
 CAUSES = ("new", "edited", "evicted", "expired", "restarted", "never_stored")
@@ -69,21 +68,16 @@ def _causes(source: Source, cell: Cell) -> Iterator[Row]:
 
 
 def held(source: Source, form: Form) -> Iterator[Plot]:
-    """A row a baseline and tier. paid_back: GPU time saved over memory kept idle. worthwhile: the share of its conversations
-    that have paid back."""
+    """A row a baseline and tier."""
     for panel in _panels(source):
         rows = [row for cell in panel.cells for row in _tiers(source, cell)]
         if not rows:
             raise source.lacks("trial with a ledger of holding")
-        given = (f"{name} {value:g}" for name, value in source.prices.model_dump().items() if value is not None)
-        said = f". Paid back: GPU time saved over memory kept idle, at the prices {', '.join(given)}"
-        said += "; worth it: conversations that have paid back"
-        yield Plot(panel, rows, said=said if source.prices.given else "")
+        yield Plot(panel, rows)
 
 
 def _tiers(source: Source, cell: Cell) -> Iterator[Row]:
     every = [one for trial in cell.trials for one in source.store.holdings_of(trial.id)]
-    worth = Worth.of(cell.trials[0], source.prices)
     for tier in TIERS:
         own = [one for one in every if one.tier == tier]
         if not own:
@@ -92,14 +86,10 @@ def _tiers(source: Source, cell: Cell) -> Iterator[Row]:
             name: over_seeds(source.metrics(cell, metric, tier))
             for name, metric in (("gib_s", "held_gib_s"), ("idle_gib_s", "held_idle_gib_s"), ("saved_s", "saved_s"))
         }
-        backs = [worth.paid_back(one.saved_s, one.idle_gib_s, tier) for one in own if worth and one.idle_gib_s]
-        known = [one for one in backs if one is not None]
         yield {
             **_key(cell),
             "tier": tier,
             "conversations": len(own) / len(cell.trials),
             **found,
-            "paid_back": worth and worth.paid_back(found["saved_s"].value, found["idle_gib_s"].value, tier),
-            "worthwhile_pct": 100 * sum(one >= 1 for one in known) / len(known) if known else None,
             "trials": cell.ids,
         }

@@ -16,7 +16,6 @@ from analysis.sweep import Source
 from pensieve.lab.results.frame import Panel
 from pensieve.lab.results.size_map import ONE_PASS, Place, SizeMap, read_map, spaced
 
-DISK = "cache.disk"
 BORDERS: dict[str, dict[str, Any]] = {  # both are seen on either map, and on a dark ground
     "knee": {"color": "#D55E00", "linewidth": 1.4},
     "objective": {"color": "#E7298A", "linewidth": 1.4, "linestyle": (0, (3, 1.4))},
@@ -29,17 +28,12 @@ MOST_WRITTEN = 13  # sizes along a side up to which a cell has its number writte
 
 def size_map(source: Source) -> Iterator[Plot]:
     found = read_map(source.store, source.sweep)
-    q, sentence = found.question, found.sentence()
-    rows = list(found.rows())
-    for disk, size in enumerate(q.disk):
-        group = {DISK: size or "0"} if q.disks else {}
-        drawn = [{k: v for k, v in row.items() if k != DISK} for row in rows if row[DISK] == (size or "0")]
-        lead = f"{sentence} {_ran(found, disk)}"
-        yield Plot(Panel(group, ()), drawn, lead, picture=_drawn(found, disk), trials=source.trials)
+    lead = f"{found.sentence()} {_ran(found)}"
+    yield Plot(Panel({}, ()), list(found.rows()), lead, picture=_drawn(found), trials=source.trials)
 
 
-def _drawn(found: SizeMap, disk: int) -> Any:
-    """The cells beside one disk: what is found above, the time to first token below."""
+def _drawn(found: SizeMap) -> Any:
+    """What is found above, the time to first token below."""
     q = found.question
     height = max(0.17 * len(q.gpu) + 0.35, 1.2)  # of few sizes too their axis has a name
     rows = 1 if q.reuse else 2
@@ -47,11 +41,11 @@ def _drawn(found: SizeMap, disk: int) -> Any:
     above, below = grid[0][0], grid[-1][0]
     kind = "history" if q.of == "history" else "prompt"
     how = " by LRU, open loop" if q.reuse else ""
-    _heat(above, found, disk, "found", f"{kind} tokens found{how} (%)", 100.0, Normalize(0, 100))
+    _heat(above, found, "found", f"{kind} tokens found{how} (%)", 100.0, Normalize(0, 100))
     late = [value for place in found.cells if (value := found.mean(place, found.objective)) is not None]
     norm = LogNorm(min(late), max(max(late), min(late) * 1.01)) if late else Normalize(0, 1)
     if not q.reuse:
-        _heat(below, found, disk, found.objective, f"TTFT {q.percentile} (ms)", 1.0, norm)
+        _heat(below, found, found.objective, f"TTFT {q.percentile} (ms)", 1.0, norm)
     each = " a device" if q.devices > 1 else ""
     fronts = {
         "knee": (found.reaches, f"{100 * q.knee:g} % of what the largest find"),
@@ -59,12 +53,12 @@ def _drawn(found: SizeMap, disk: int) -> Any:
     }
     handles = {}
     for gid, (suffices, says) in fronts.items():
-        smallest, chosen = found.smallest(suffices, disk), found.pick(found.smallest(suffices))
+        smallest = found.smallest(suffices)
         if smallest:
             handles[gid] = Line2D([], [], label=says, **BORDERS[gid])
             for axes in picture.axes:
                 _border(axes, found, smallest, gid)
-        if chosen in smallest:
+        if chosen := found.pick(smallest):
             handles["chosen"] = Line2D([], [], label="named in the answer", **{**NAMED, "markersize": 6})
             for axes in picture.axes:
                 colour = BORDERS[gid]["color"]
@@ -76,13 +70,13 @@ def _drawn(found: SizeMap, disk: int) -> Any:
     return picture
 
 
-def _heat(axes: Axes, found: SizeMap, disk: int, name: str, title: str, scale: float, norm: Normalize) -> None:
+def _heat(axes: Axes, found: SizeMap, name: str, title: str, scale: float, norm: Normalize) -> None:
     """Every cell that has run is coloured, and has its number where there is room."""
     q = found.question
     values = np.full((len(q.gpu), len(q.cpu)), np.nan)
     for place in found.cells:
-        if place[2] == disk and (value := found.mean(place, name)) is not None:
-            values[place[:2]] = value * scale
+        if (value := found.mean(place, name)) is not None:
+            values[place] = value * scale
     image = axes.imshow(
         values, origin="lower", aspect="auto", cmap="YlGnBu" if name == "found" else "YlOrBr", norm=norm
     )
@@ -110,20 +104,19 @@ def _heat(axes: Axes, found: SizeMap, disk: int, name: str, title: str, scale: f
 def _border(axes: Axes, found: SizeMap, smallest: Sequence[Place], gid: str) -> None:
     """The staircase below and left of all cells that are as large as one of the smallest that suffice."""
     q = found.question
-    corners = [(-0.5 + cpu, -0.5 + gpu) for gpu, cpu, _ in reversed(smallest)]  # from the least CPU memory on
+    corners = [(-0.5 + cpu, -0.5 + gpu) for gpu, cpu in reversed(smallest)]  # from the least CPU memory on
     ends = (corners[0][0], len(q.gpu) - 0.5), (len(q.cpu) - 0.5, corners[-1][1])
     axes.step(*zip(ends[0], *corners, ends[1], strict=True), where="post", gid=gid, clip_on=False, **BORDERS[gid])
 
 
-def _ran(found: SizeMap, disk: int) -> str:
+def _ran(found: SizeMap) -> str:
     q = found.question
     if q.reuse:
         return ONE_PASS
     counts = sorted({len(found.seeds(place)) for place in found.cells})
     seeds = "1 seed" if counts == [1] else f"{'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds"
-    ran = sum(place[2] == disk for place in found.cells)
-    beside = " of this disk" if q.disks else ""
-    return f"{ran} of {len(q.gpu) * len(q.cpu)} cells{beside} have run, with {seeds} each; the CSV has the intervals"
+    whole = len(q.gpu) * len(q.cpu)
+    return f"{len(found.cells)} of {whole} cells have run, with {seeds} each; the CSV has the intervals"
 
 
 def _short(value: float) -> str:

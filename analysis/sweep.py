@@ -8,7 +8,6 @@ from typing import Any
 from analysis.provenance import Provenance, trace
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.frame import REFERENCE, Frame, Panel, axis_value, conversations_of
-from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.size_map import SETTINGS
 from pensieve.lab.results.store import ResultsStore
@@ -28,20 +27,19 @@ LOADS = (
 
 
 class Source(Frame):
-    """A sweep as figures read it. allow_mixed: see provenance.trace. prices: of what it ran on, where whoever reads it gives
-    some."""
+    """A sweep as figures read it. allow_mixed: see provenance.trace."""
 
     def __init__(
         self, store: ResultsStore, sweep: Sweep, wanted: Sequence[str] = (), allow_mixed: bool = False,
-        prices: Prices | None = None, also: Sequence[int] = (),
+        also: Sequence[int] = (),
     ) -> None:  # fmt: skip
         super().__init__(store, sweep, also=also, wanted=wanted)
-        self.allow_mixed, self.prices, self.also = allow_mixed, prices or Prices(), also
+        self.allow_mixed, self.also = allow_mixed, also
         self._conversations: dict[int, frozenset[Any]] = {}
 
     def of_baselines(self, names: Sequence[str]) -> Source:
         """The same sweep with these baselines alone."""
-        return Source(self.store, self.sweep, names, self.allow_mixed, self.prices, self.also)
+        return Source(self.store, self.sweep, names, self.allow_mixed, self.also)
 
     @property
     def command(self) -> str:
@@ -133,7 +131,6 @@ def open_source(
     sweep_id: int | None = None,
     wanted: Sequence[str] = (),
     allow_mixed: bool = False,
-    prices: Prices | None = None,
     also: Sequence[int] = (),
 ) -> Source:
     """A sweep by its id, or the latest, with those of `also`. Raises MissingSeries where there is none, ResultsError where
@@ -142,7 +139,7 @@ def open_source(
     if sweep is None:
         raise MissingSeries(f"No sweep of the results database has a completed trial; run `{DEFAULT_COMMAND}` first.")
     further = [store.sweep(one) for one in also]
-    return Source(store, joined(sweep, further), wanted, allow_mixed, prices, also)
+    return Source(store, joined(sweep, further), wanted, allow_mixed, also)
 
 
 def joined(sweep: Sweep, further: Sequence[Sweep]) -> Sweep:

@@ -23,11 +23,9 @@ def mapped(store, found=FOUND, slo=500.0, **more):
     overrides = {"cache.gpu": f"choice({','.join(GPU)})", SETTINGS: question.model_dump_json()}
     sweep = store.open_sweep("key", "size", None, "python runners/size.py", overrides, 0, "host", None)
     for place, share in found.items():
-        place = (*place, 0)[:3]
         number = question.job(place, 0)
         engine = {"budget_gpu_tokens": 1000 * (place[0] + 1), "budget_cpu_tokens": 1000 * place[1]}
-        cache = dict(zip(("gpu", "cpu", "disk"), question.sizes(place), strict=True))
-        config = {"cache": {**cache, "disk": cache["disk"] or 0}}
+        config = {"cache": dict(zip(("gpu", "cpu"), question.sizes(place), strict=True))}
         fields = trial_fields(fingerprint=f"print {number}", engine=engine, kv_bytes_per_token=2**20, config=config)
         trial = store.begin_trial({**fields, "seed": 0})
         store.link(sweep, trial, number, reused=False)
@@ -62,27 +60,6 @@ def test_the_map_shows_what_ran_and_the_border_of_each_question(store, drawn, tm
     assert len(rows) == 9
     assert (rows["1GB", "8GB"]["run"], rows["1GB", "8GB"]["found"], rows["1GB", "8GB"]["trials"]) == ("False", "", "")
     assert float(rows["2GB", "8GB"]["found"]) == pytest.approx(0.6)
-
-
-def test_several_disks_are_a_picture_each_and_the_answer_is_marked_in_one(store, drawn, tmp_path):
-    found = {(*place, 0): share for place, share in FOUND.items()} | {(*place, 1): 0.72 for place in FOUND}
-    drawings, problems = draw_all(mapped(store, found, slo=500.0, disk=("", "9GB"), devices=2), tmp_path)
-    assert not problems
-    assert [drawing.panel.group for drawing in drawings] == [{"cache.disk": "0"}, {"cache.disk": "9GB"}]
-    without, beside = (drawn[drawing.png.stem] for drawing in drawings)
-    # Beside the disk every cell finds 0.72, so the smallest is (0, 0); without one 0.69 and 0.70 reach 95 % of that.
-    assert beside.lines["knee"] == [(-0.5, 2.5), (-0.5, -0.5), (2.5, -0.5)]
-    assert without.lines["knee"] == [(-0.5, 2.5), (-0.5, 1.5), (2.5, 1.5)]
-    assert beside.lines["knee/chosen"] == [(0.0, 0.0)] and "knee/chosen" not in without.lines
-    assert "objective" in beside.lines and "objective" not in without.lines, "510 ms is the least without the disk"
-    assert "Of those that ran 1 GB of GPU and 0 GB of CPU KV a device beside 9 GB of disk" in beside.caption
-    above, below = (axes.yaxis.label.get_window_extent() for axes in beside.figure.axes[:2])
-    assert not beside.clipped and not above.overlaps(below), "the names of both axes stand apart"
-    for drawing, share in zip(drawings, (0.2, 0.72), strict=True):
-        with drawing.csv.open() as file:
-            rows = {(row["cache.gpu"], row["cache.cpu"]): row for row in csv.DictReader(file)}
-        assert len(rows) == 9 and float(rows["1GB", "0GB"]["found"]) == pytest.approx(share)
-        assert {row["cache.disk"] for row in rows.values()} == {drawing.panel.group["cache.disk"]}
 
 
 def test_a_map_in_one_pass_shows_what_is_found_and_says_how_it_was_made(store, drawn, tmp_path):

@@ -125,7 +125,7 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     # Prices: of the knee the cheapest, by arithmetic of its own.
     rows = {(r["cache.gpu"], r["cache.cpu"]): r for r in found.rows()}
     for (gpu, cpu), row in rows.items():
-        each = found.trial((0, 0, 0)).kv_bytes_per_token / 2**30
+        each = found.trial((0, 0)).kv_bytes_per_token / 2**30
         assert row["cost_an_hour"] == pytest.approx(each * (int(gpu.split()[0]) + 0.1 * int(cpu.split()[0])))
     assert found.pick(found.knee) == min(
         found.knee, key=lambda p: rows[found.question.gpu[p[0]], found.question.cpu[p[1]]]["cost_an_hour"]
@@ -140,8 +140,8 @@ def test_one_pass_fills_the_map_without_a_trial(outputs, capsys):
     assert "in an open loop" in capsys.readouterr().out
     assert set(found.cells) == set(found.question.places)
     shares = {place: found.mean(place, "found") for place in found.cells}
-    assert shares[2, 2, 0] == 1.0 > shares[0, 0, 0]
-    assert found.mean((0, 0, 0), "ttft_ms_p90") is None
+    assert shares[2, 2] == 1.0 > shares[0, 0]
+    assert found.mean((0, 0), "ttft_ms_p90") is None
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_one_pass_fills_the_map_without_a_trial(outputs, capsys):
         (["size.by=reuse"], ConfigError, "set eviction=lru"),
         (["size.by=reuse", "eviction=lru", "slo.ttft_ms=9"], ConfigError, "knows no times"),
         (["size.gpu=[4GB,100 tokens]"], ConfigError, "mixes bytes and tokens"),
-        (["size.disk=[0GB,4GB]", "size.cpu=[0GB]", "baseline=gpu_only"], ConfigError, "nothing reaches a disk"),
+        (["size.cpu=[0GB,1GB]", "baseline=gpu_only"], ConfigError, "has no CPU tier"),
         (["size.gpu=[4000000GB]"], HardwareMissing, "are there; use"),
         (["size.gpu=[64 tokens]"], CapacityError, "blocks of 32"),
         (["workload.pressure=2"], ConfigError, "asks more of a larger cache"),
@@ -185,14 +185,12 @@ def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_t
         check_memory(plan_trial(check(load.of(*question.sizes(question.corner), 0))))
 
 
-def test_a_map_beside_a_disk_is_one_of_its_own(outputs, capsys):
-    """Its cells have the disk, what it holds counts as found, and the sentence names it."""
+def test_a_map_beside_a_disk_is_one_of_its_own(outputs):
+    """Its cells have the disk, and what it holds counts as found."""
     sizes = ("size.gpu=[256 tokens]", "size.cpu=[64 tokens,128 tokens]", "size.seeds=[3]")
     slow = ("model=llama2_70b", "hardware=sim_a100_80g", "hardware.gpus=4")  # to compute, so that a disk is faster
     _, without = planned(outputs, *sizes, *slow)
-    capsys.readouterr()
     _, beside = planned(outputs, *sizes, *slow, "cache.disk=16384 tokens")
-    assert "of CPU KV a device beside 16384 tokens of disk" in capsys.readouterr().out
     assert trials(outputs) == 4
     for place in beside.cells:
         assert beside.mean(place, "found") > without.mean(place, "found")
@@ -201,26 +199,6 @@ def test_a_map_beside_a_disk_is_one_of_its_own(outputs, capsys):
         hits = sum(turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.disk_hit_tokens for turn in known)
         assert beside.mean(place, "found") == pytest.approx(hits / sum(turn.history_tokens for turn in known))
     assert sum(turn.disk_hit_tokens for turn in known) > 0
-    # Both as one map with an axis of disks: every trial is found again, and the answer may be beside a disk or not.
-    prices = ("size.prices.disk_gib_hour=0.001", "size.prices.gpu_gib_hour=1")
-    _, both = planned(outputs, *sizes, *slow, "size.disk=[0GB,16384 tokens]", *prices)
-    assert trials(outputs) == 4, "none ran again"
-    assert both.question.shape == (1, 2, 2) and len(both.cells) == 4
-    for gpu, cpu, disk in both.cells:
-        same = (beside if disk else without).trial((gpu, cpu, 0))
-        assert both.trial((gpu, cpu, disk)).id == same.id
-    assert both.knee[0][2] == 1, "99 % of what the disk finds needs it"
-    assert "beside 16384 tokens of disk" in both.sentence()
-    assert "cache.cpu=128 tokens, cache.disk=16384 tokens, seed=3" in "".join(capsys.readouterr())
-    bytes_of = same.kv_bytes_per_token
-    assert both.an_hour((0, 1, 1)) - both.an_hour((0, 1, 0)) == pytest.approx(0.001 * 16384 * bytes_of / 2**30)
-
-
-def test_a_place_of_a_map_with_disks_has_three_indices_and_its_own_job():
-    question = Question(gpu=("1GB", "2GB"), cpu=("0GB", "1GB", "2GB"), seeds=(5, 7), disk=("", "9GB"))
-    jobs = {question.job(place, seed): (place, seed) for place in question.places for seed in question.seeds}
-    assert sorted(jobs) == list(range(24)) and all(question.where(job) == task for job, task in jobs.items())
-    assert (question.corner, question.sizes((1, 0, 1))) == ((1, 2, 1), ("2GB", "0GB", "9GB"))
 
 
 # -- in words, of made-up trials ----------------------------------------------------------------------------------------
@@ -243,9 +221,7 @@ def cell(seeds):
 def made(cells, **question):
     """cells: by GPU and CPU size, a pair of what is found and the TTFT for each seed."""
     sizes = {"gpu": ("20GB", "40GB", "80GB"), "cpu": ("0GB", "90GB", "220GB"), "seeds": (0, 1), **question}
-    return SizeMap(
-        Question(**sizes), Made(), {(*place, 0): cell(dict(enumerate(seeds))) for place, seeds in cells.items()}
-    )
+    return SizeMap(Question(**sizes), Made(), {place: cell(dict(enumerate(seeds))) for place, seeds in cells.items()})
 
 
 def test_the_smallest_sizes_are_those_with_less_of_one_tier_and_no_more_of_the_other():
@@ -257,12 +233,11 @@ def test_the_smallest_sizes_are_those_with_less_of_one_tier_and_no_more_of_the_o
         slo_ttft_ms=500.0,
     )  # fmt: skip
     # (1, 1) finds 0.68 of 0.70 over both seeds, which is below 99 %; (1, 2) is compared by the one seed it has: 0.70 of 0.68.
-    assert known.share((1, 1, 0)) == pytest.approx(0.68 / 0.70)
-    assert known.share((1, 2, 0)) == pytest.approx(0.70 / 0.68)
-    assert (known.knee, known.meeting) == ([(1, 2, 0), (2, 1, 0)], [(1, 1, 0)])
+    assert known.share((1, 1)) == pytest.approx(0.68 / 0.70)
+    assert known.share((1, 2)) == pytest.approx(0.70 / 0.68)
+    assert (known.knee, known.meeting) == ([(1, 2), (2, 1)], [(1, 1)])
     # Just below the smallest ones: (0, 2) and (2, 0) too, which have not run.
-    below = {(2, 2), (1, 2), (0, 2), (2, 1), (2, 0), (1, 1), (0, 1), (1, 0)}
-    assert known.deciding == {(*place, 0) for place in below}
+    assert known.deciding == {(2, 2), (1, 2), (0, 2), (2, 1), (2, 0), (1, 1), (0, 1), (1, 0)}
 
 
 STEADY, SHAKY, THREE = (410.0, 400.0, 420.0, 390.0, 405.0), (410.0, 400.0, 420.0, 390.0, 800.0), (400.0,) * 3
@@ -305,8 +280,8 @@ def test_the_cells_just_below_the_smallest_run_with_every_seed():
     while tasks := plan._wanted(known()):
         for place, seed in tasks:
             ran.setdefault(place, {})[seed] = (most[seed][place[0]] if place[1] >= 5 else 0.4, 500.0)
-    assert known().knee == [(0, 5, 0)], "what all seeds say of every size: 1.56 of 1.6"
-    assert all(ran[place].keys() == {0, 1} for place in ((1, 5, 0), (0, 5, 0), (0, 4, 0), (1, 11, 0)))
+    assert known().knee == [(0, 5)], "what all seeds say of every size: 1.56 of 1.6"
+    assert all(ran[place].keys() == {0, 1} for place in ((1, 5), (0, 5), (0, 4), (1, 11)))
     assert sum(map(len, ran.values())) < 2 * len(ran), "not every cell runs with every seed"
 
 

@@ -137,21 +137,12 @@ for done, whose in ((5, "ray_keepalive"), (4, "ray_keepalive")):
 
 for queue in (0.4, 0.6):
     case(f"waiting {queue}", OURS, {**THEIRS, "queue": queue})
-for counts in ((521.0, 9.0, 0.0), (521.0, 9.0, 0.1), (0.0, 0.0, 0.0), (None, None, 0.0)):
-    evicted, dropped, read = counts
-    case(
-        f"tiers {counts}",
-        metrics(OURS, evicted_chunks=evicted, dropped_chunks=dropped, cpu_hit_rate=read),
-        THEIRS,
-        seeds=2,
-    )
+for evicted, dropped in ((521.0, 9.0), (0.0, 0.0), (None, None)):
+    case(f"evicted {evicted}", metrics(OURS, evicted_chunks=evicted, dropped_chunks=dropped), THEIRS, seeds=2)
 QUIET: Trial = {"flags": {"others_cpu_share": 0.01}}
 BUSY: Trial = {"flags": {"others_cpu_share": 0.62}}
 case("busy machine", {**OURS, **QUIET}, {**EVEN, **QUIET}, {**THEIRS, **BUSY})
-for flag in ("contaminated", "cache_state_unverified"):
-    case(flag, OURS, {**THEIRS, "flags": {flag: "It held 64 tokens."}})
-far = [{**metrics(OURS, cost_model_error_pct=error), "repeat": repeat} for repeat, error in enumerate((-60.0, 788.0))]
-case("cost model off by -60 and 788", *far)
+case("contaminated", OURS, {**THEIRS, "flags": {"contaminated": "It held 64 tokens."}})
 for load, window, rate in (
     ("open", {}, 5.4), ("open", {}, 8.8), ("closed", {}, 5.4), ("open", {"window": "too small"}, 5.4),
 ):  # fmt: skip

@@ -29,7 +29,7 @@ from pensieve.lab.results.environment import git_commit, host
 from pensieve.lab.results.identity import code_hash, counts_for_sweep, sweep_key
 from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.prices import Prices
-from pensieve.lab.results.size_map import NO_DISK, SETTINGS, Place, Question, SizeMap, read_map
+from pensieve.lab.results.size_map import SETTINGS, Place, Question, SizeMap, read_map
 from pensieve.lab.reuse import reuse_of
 from pensieve.lab.statistics import Estimate, estimated
 from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking, open_tracking
@@ -44,7 +44,6 @@ from pensieve.lab.trial.terminal import (
     sweep_is_closed,
 )
 from pensieve.lab.workload.base import WorkloadPlan
-from pensieve.serve.books.holding import TIERS
 from pensieve.units import NONE, Table, ceil_div, duration, grid, parse_capacity, percent, significant
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,6 @@ class SizeSettings(BaseModel):
 
     gpu: list[Size] | None = None
     cpu: list[Size] | None = None
-    disk: list[Size] | None = None
     points: int = Field(6, ge=1)
     seeds: list[int] = Field([0, 1, 2, 3, 4], min_length=1)
     of: Literal["history", "prompt"] = "history"
@@ -80,15 +78,14 @@ class Load:
 
     cfg: DictConfig
 
-    def of(self, gpu: Size, cpu: Size, disk: Size, seed: int) -> DictConfig:
+    def of(self, gpu: Size, cpu: Size, seed: int) -> DictConfig:
         cell = self.cfg.copy()
-        sizes = {"cache.gpu": gpu, "cache.cpu": cpu, "cache.disk": disk if disk != NO_DISK else 0}
-        for name, value in {**sizes, "seed": seed}.items():
+        for name, value in {"cache.gpu": gpu, "cache.cpu": cpu, "seed": seed}.items():
             OmegaConf.update(cell, name, value)
         return cell
 
-    def plan(self, gpu: Size, cpu: Size, disk: Size, seed: int) -> TrialPlan:
-        return plan_trial(check(self.of(gpu, cpu, disk, seed)))
+    def plan(self, gpu: Size, cpu: Size, seed: int) -> TrialPlan:
+        return plan_trial(check(self.of(gpu, cpu, seed)))
 
 
 def read(cfg: DictConfig) -> tuple[SizeSettings, Load]:
@@ -111,15 +108,13 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         )
     gpu, cpu = settings.gpu, settings.cpu
     if not config.baseline.cpu_tier:
-        if len(cpu or ()) > 1 or len(settings.disk or ()) > 1:
+        if len(cpu or ()) > 1:
             raise ConfigError(
-                f"baseline={config.baseline.name} has no CPU tier, and without one nothing reaches a disk; leave size.cpu "
-                "and size.disk out, or use baseline=pensieve."
+                f"baseline={config.baseline.name} has no CPU tier; leave size.cpu out, or use baseline=pensieve."
             )
         cpu = ["0GB"] if cpu is None else cpu
-    disks = settings.disk if settings.disk is not None else [config.cache.disk] if plan.disk_blocks else [0]
     if gpu is None or cpu is None:
-        loads = [_described(load.plan(config.cache.gpu, config.cache.cpu, 0, seed)) for seed in settings.seeds]
+        loads = [_described(load.plan(config.cache.gpu, config.cache.cpu, seed)) for seed in settings.seeds]
         suggested = default_sizes(plan, loads, settings.points)
         gpu, cpu = suggested[0] if gpu is None else gpu, suggested[1] if cpu is None else cpu
     sizes = _ascending(gpu, "size.gpu"), _ascending(cpu, "size.cpu")
@@ -133,7 +128,6 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         slo_ttft_ms=config.slo.ttft_ms,
         prices=settings.prices,
         devices=plan.device.count,
-        disk=tuple(size if _amount(size) else NO_DISK for size in _ascending(disks, "size.disk")),
     )
 
 
@@ -207,7 +201,7 @@ def _text(amount: int) -> str:
 def check_question(load: Load, question: Question) -> None:
     """The smallest sizes must hold the longest conversation of every seed, the largest must fit the machine, and both must be
     asked the same. Raises PensieveError."""
-    smallest, largest = question.sizes((0, 0, 0)), question.sizes(question.corner)
+    smallest, largest = question.sizes((0, 0)), question.sizes(question.corner)
     most = load.plan(*largest, question.seeds[0])
     check_memory(most)
     for seed in question.seeds:
@@ -228,13 +222,13 @@ def computed(load: Load, question: Question, config: TrialConfig) -> Question:
             "size.by=reuse counts what least-recently-used tiers find of each conversation's own KV; set eviction=lru and "
             "baseline=pensieve or gpu_only, or size.by=trials."
         )
-    if question.slo_ttft_ms is not None or question.prices.given or question.disk != (NO_DISK,):
+    if question.slo_ttft_ms is not None or question.prices.given or load.cfg.cache.disk:
         raise ConfigError(
-            "size.by=reuse knows no times, prices or disk; leave slo.ttft_ms, size.prices and size.disk out, or set "
+            "size.by=reuse knows no times, prices or disk; leave slo.ttft_ms, size.prices and cache.disk out, or set "
             "size.by=trials."
         )
-    gpu = [load.plan(size, question.cpu[0], NO_DISK, 0).gpu_blocks for size in question.gpu]
-    cpu = [load.plan(question.gpu[0], size, NO_DISK, 0).cpu_blocks for size in question.cpu]
+    gpu = [load.plan(size, question.cpu[0], 0).gpu_blocks for size in question.gpu]
+    cpu = [load.plan(question.gpu[0], size, 0).cpu_blocks for size in question.cpu]
     shares = []
     for seed in question.seeds:
         plan = load.plan(*question.sizes(question.corner), seed)
@@ -287,7 +281,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
 def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[str], first: TrialConfig) -> int:
     """The map's row among the sweeps: the same question, load and code find it again; with force=true it is
     another one."""
-    plain = resolved(load.of(*question.sizes((0, 0, 0)), question.seeds[0]))
+    plain = resolved(load.of(*question.sizes((0, 0)), question.seeds[0]))
     asked = question.model_dump_json()
     kept = [text for text in typed if counts_for_sweep(text) and not text.startswith(f"{SETTINGS}.")]
     return tracking.store.open_sweep(
@@ -355,7 +349,7 @@ class _Planner:
     def _asked(self, task: Task) -> Asked:
         place, seed = task
         number = self.question.job(place, seed)
-        sizes = zip(self.question.axes.items(), place, strict=False)  # one disk is no axis
+        sizes = zip(self.question.axes.items(), place, strict=True)
         title = ", ".join([*(f"{axis}={at[index]}" for (axis, at), index in sizes), f"seed={seed}"])
         folder = self.folder if self.tracking.kept else self.tracking.outputs
         job = Job(title, folder / str(number), self.sweep_id, number, preflight=False, shown=False)
@@ -405,19 +399,18 @@ def tables_of(found: SizeMap) -> dict[str, Table]:
     """By their titles; without those that have no line."""
     q = found.question
     return {
-        **{_map_title(q, disk): _map_lines(found, disk) for disk in range(len(q.disk))},
+        _map_title(q): _map_lines(found),
         "The smallest sizes that suffice": _answers(found),
     }
 
 
-def _map_title(q: Question, disk: int) -> str:
+def _map_title(q: Question) -> str:
     slo = "" if q.slo_ttft_ms is None else f", + meets {q.slo_ttft_ms:g} ms"
-    beside = f"; cache.disk = {q.axes['cache.disk'][disk]}" if q.disks else ""
     what = "Share found (%)" + ("" if q.reuse else f", and TTFT {q.percentile} (ms) under it")
-    return f"{what}: * reaches {q.knee:.0%} of the most{slo}{beside}"
+    return f"{what}: * reaches {q.knee:.0%} of the most{slo}"
 
 
-def _map_lines(found: SizeMap, disk: int) -> Table:
+def _map_lines(found: SizeMap) -> Table:
     """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it."""
     q = found.question
 
@@ -430,7 +423,7 @@ def _map_lines(found: SizeMap, disk: int) -> Table:
         return f"{marks}{percent(found.mean(place, 'found'))}{under}"
 
     return [
-        {"GPU \\ CPU": size, **{beside: cell((gpu, cpu, disk)) for cpu, beside in enumerate(q.cpu)}}
+        {"GPU \\ CPU": size, **{beside: cell((gpu, cpu)) for cpu, beside in enumerate(q.cpu)}}
         for gpu, size in reversed(list(enumerate(q.gpu)))
     ]
 
@@ -451,7 +444,7 @@ def _answers(found: SizeMap) -> Table:
     rows = [*(("knee", place) for place in found.knee), *((f"{q.slo_ttft_ms:g} ms", place) for place in found.meeting)]
 
     def line(why: str, place: Place) -> dict[str, str]:
-        sizes = {tier: sizes[index] for tier, sizes, index in zip(TIERS, q.axes.values(), place, strict=False)}
+        sizes = {tier: sizes[index] for tier, sizes, index in zip(("gpu", "cpu"), q.axes.values(), place, strict=True)}
         told = {head: estimated(_read(found.estimate(place, name), head)) for head, name in _TOLD.items()}
         cost = found.an_hour(place)
         an_hour = {} if cost is None else {"an hour": f"{cost:.4g}"}

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -108,51 +109,38 @@ def _usable_cores() -> int | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, memory, driver, clocks and limits of each NVIDIA device; none where the driver's library does not answer."""
-    import pynvml
+    """Name, memory, driver, clocks and limits of each NVIDIA device, None for what it does not tell, as a partition of one;
+    none where the driver's library does not answer."""
+    import pynvml as nvml
 
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
         return []
+    told: dict[str, Callable[[Any], Any]] = {
+        "name": nvml.nvmlDeviceGetName,
+        "uuid": nvml.nvmlDeviceGetUUID,
+        "memory_bytes": lambda device: int(nvml.nvmlDeviceGetMemoryInfo(device).total),
+        "driver": lambda _: nvml.nvmlSystemGetDriverVersion(),
+        "sm_mhz": lambda device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
+        "sm_mhz_max": lambda device: nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_SM),
+        "memory_mhz": lambda device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM),
+        "memory_mhz_max": lambda device: nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_MEM),
+        "power_limit_w": lambda device: nvml.nvmlDeviceGetEnforcedPowerLimit(device) / 1e3,
+        "pcie_generation": nvml.nvmlDeviceGetCurrPcieLinkGeneration,
+        "pcie_width": nvml.nvmlDeviceGetCurrPcieLinkWidth,
+    }
     try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            {
-                "name": pynvml.nvmlDeviceGetName(device),
-                "uuid": pynvml.nvmlDeviceGetUUID(device),
-                "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(device).total),
-                "driver": driver,
-                **_gpu_limits(pynvml, device),
-            }
-            for device in devices
-        ]
-    except pynvml.NVMLError:
+        devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        found: list[dict[str, Any]] = [dict.fromkeys(told) for _ in devices]
+        for (name, question), (device, facts) in product(told.items(), zip(devices, found, strict=True)):
+            with suppress(nvml.NVMLError):
+                facts[name] = question(device)
+        return found
+    except nvml.NVMLError:
         return []
     finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu_limits(nvml: Any, device: Any) -> dict[str, Any]:
-    """Clocks, power limit and PCIe link of the device; None for what it does not tell, as a partition of a device."""
-
-    def asked(question: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return question(device, *arguments)
-        except nvml.NVMLError:
-            return None
-
-    milliwatts = asked(nvml.nvmlDeviceGetEnforcedPowerLimit)
-    return {
-        "sm_mhz": asked(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-        "sm_mhz_max": asked(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
-        "memory_mhz": asked(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
-        "memory_mhz_max": asked(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_MEM),
-        "power_limit_w": milliwatts / 1e3 if milliwatts is not None else None,
-        "pcie_generation": asked(nvml.nvmlDeviceGetCurrPcieLinkGeneration),
-        "pcie_width": asked(nvml.nvmlDeviceGetCurrPcieLinkWidth),
-    }
+        nvml.nvmlShutdown()
 
 
 def _torch_threads() -> int | None:

@@ -19,14 +19,11 @@ from pensieve.lab.results.frame import (
     UNEQUAL_RATE,
     Frame,
     Panel,
-    conversations_of,
     footer,
     mixtures,
-    values_of,
 )
 from pensieve.lab.results.schema import Trial
-from pensieve.lab.statistics import FEWEST_GROUPS, enough_for
-from pensieve.lab.turns import HALVES_MAY_DIFFER
+from pensieve.lab.statistics import FEWEST_GROUPS
 from pensieve.lab.workload.base import BYTE_TOKENS, byte_notes, context_cuts, cut_by_context
 from pensieve.specs import ROUNDS_APART
 from pensieve.units import percent
@@ -36,7 +33,6 @@ NOTE_COLUMNS = ("ttft_ms", "queue_ms")
 MOSTLY = 0.5
 """Of the time to first token: who waits longer than that in the queue asks a machine at or past saturation."""
 _BUSY = 0.1  # of the CPUs' time, spent by others
-_MODEL_OFF_PCT = 50.0
 _SHOWN = 4  # places that a note names
 
 ABOVE = {
@@ -50,35 +46,22 @@ ABOVE = {
 """Stand above a table, in this order: without these its numbers would be taken for something else. The others are behind
 `results.py notes`."""
 
-WINDOW = {
-    "window": "Throughput is over all measured turns, with start-up and drain: the load is too small for a window: {}.",
-    "not_steady": "The window began before three mean conversation durations had passed: {}.",
-    "late_warmup": "Warm-up turns were still running when the window began: {}.",
-    "none_in_window": "No turn finished in the window, so there is no throughput: {}.",
-    "few_turns": "Few turns finished in the window: {}.",
-    "halves": f"The halves of the window differ by over {HALVES_MAY_DIFFER:.0%} in output tokens: {{}}.",
-}
+WINDOW = ("window", "not_steady", "late_warmup", "none_in_window", "few_turns", "halves")
 """Flags of a trial that qualify its throughput."""
 
 QUALIFY = {
-    **WINDOW,
+    "throughput_window": "What trials flag of the window of their throughput (see their `flags`): {}.",
     "turns_without_reply": "Turns that did not complete: {}. They are in no latency and no hit rate, so what is left may be "
     "easier.",
     "near_saturation": "Near saturation: most of the last turn's TTFT is queueing (medians): {}. Ratios to these grow with "
     "the load.",
     "less_finished": "Less of the offered load was finished (requests/s): {}. Latencies are not at equal rates.",
     "slower_at": "Pensieve is behind (means of trials): {}.",
-    "cache_not_verified": "Nobody can tell whether the cache was as declared: {}.",
     "one_seed": "One seed: intervals are over its conversations, on one machine at one time.",
     "few_seeds": f"{{}} seeds: no intervals below {FEWEST_GROUPS}. Add seed=0,1,2,3,4.",
-    "few_conversations": f"Medians rest on {{}} conversations; another few would move them below {enough_for(0.5)}.",
-    "few_turns_for_p99": f"p99 rests on {{}} turns a trial; below {enough_for(0.99):,} it is little but the maximum.",
     "nothing_evicted": "Nothing was evicted: every conversation fitted into the GPU tier. To see eviction, add conversations "
     "or lower cache.gpu.",
-    "cpu_tier_unused": "{} chunks left the GPU tier and none was read back: nothing here shows what the CPU tier is worth. "
-    "Add conversations that return, or raise cache.cpu.",
     "busy_machine": "Other programs used {} of the CPU time: times are longer by it.",
-    "cost_model_off": "The cost model that eviction goes by was far from the measurement: {}.",
     "not_completed": "Not completed: {}.",
     "outputs_differ": "Outputs differ from {}. A margin near 0 is a tie; in float32 a larger one is a fault.",
     "outputs_differ_16_bits": f"Outputs differ from {{}}. {ROUNDS_APART}",
@@ -259,55 +242,25 @@ def _slower_at(found: Frame, panels: Sequence[Panel]) -> Told:
                 yield "slower_at", f"{text.format(own)}, {panel.place(other)} {others:.3g}"
 
 
-def _cache_not_verified(_found: Frame, panels: Sequence[Panel]) -> Told:
-    """Servers that ran before a trial: of those that say what they held, see frame.mixtures."""
-    said = {
-        panel.place(name): str(trial.flags["cache_state_unverified"]).rstrip(".")
-        for panel, name, trials in _cells(panels)
-        for trial in reversed(trials)
-        if "cache_state_unverified" in trial.flags
-    }
-    yield from (("cache_not_verified", f"{place}: {text}") for place, text in said.items())
-
-
-def _few(found: Frame, panels: Sequence[Panel]) -> Told:
+def _few(found: Frame, _panels: Sequence[Panel]) -> Told:
     seeds = len({trial.seed for trial in found.trials})
     if seeds == 1:
         yield "one_seed", ""
     elif 1 < seeds < FEWEST_GROUPS:
         yield "few_seeds", str(seeds)
-    ttft = [values_of(found.turns(trials), "ttft_ms") for _, _, trials in _cells(panels)]
-    fewest = min((len(conversations_of(one).unique()) for one in ttft), default=0)
-    if 0 < fewest < enough_for(0.5):
-        yield "few_conversations", str(fewest)
-    fewest = min((len(values_of(found.turns([trial]), "ttft_ms")) for trial in found.trials), default=0)
-    if 0 < fewest < enough_for(0.99):
-        yield "few_turns_for_p99", str(fewest)
 
 
-def _tiers(found: Frame, _panels: Sequence[Panel]) -> Told:
-    """Pensieve that never evicted, or never read back what it evicted, says nothing about its tiers."""
+def _nothing_evicted(found: Frame, _panels: Sequence[Panel]) -> Told:
+    """Pensieve that never evicted says nothing about its tiers."""
     ours = [trial for trial in found.trials if trial.baseline == OURS]
-    evicted, dropped, read = (
-        [found.metric(trial, name) for trial in ours] for name in ("evicted_chunks", "dropped_chunks", "cpu_hit_rate")
-    )
-    none = [all(value == 0 for value in values) for values in (evicted, dropped, read)]
-    if ours and none[0] and none[1]:
+    if ours and all(found.metric(trial, name) == 0 for trial in ours for name in ("evicted_chunks", "dropped_chunks")):
         yield "nothing_evicted", ""
-    elif ours and none[2] and None not in evicted and not none[0]:
-        yield "cpu_tier_unused", f"{sum(value or 0 for value in evicted):,.0f}"
 
 
 def _machine(found: Frame, _panels: Sequence[Panel]) -> Told:
     shares = [float(trial.flags["others_cpu_share"]) for trial in found.trials if "others_cpu_share" in trial.flags]
     if shares and max(shares) > _BUSY:
         yield "busy_machine", f"{median(shares):.0%} (at most {max(shares):.0%})"
-    worst: dict[str, float] = {}
-    for trial in found.trials:
-        error = found.metric(trial, "cost_model_error_pct")
-        if error is not None and abs(error) > max(_MODEL_OFF_PCT, abs(worst.get(trial.baseline, 0.0))):
-            worst[trial.baseline] = error
-    yield from (("cost_model_off", f"{name} {error:+.0f} %") for name, error in worst.items())
 
 
 def _what_ran(found: Frame, panels: Sequence[Panel]) -> Told:
@@ -325,14 +278,13 @@ def _what_ran(found: Frame, panels: Sequence[Panel]) -> Told:
 
 
 def _window(found: Frame, _panels: Sequence[Panel]) -> Told:
-    """What qualifies the throughput column: a note for each flag, with the trials that have it by baseline."""
+    """What qualifies the throughput column: each flag, with the trials that have it by baseline."""
     totals = Counter(trial.baseline for trial in found.trials)
     for flag in WINDOW:
         flagged = Counter(trial.baseline for trial in found.trials if flag in trial.flags)
-        if flagged and flagged == totals:
-            yield flag, "all trials"
-        else:
-            yield from ((flag, f"{name} {count} of {totals[name]}") for name, count in flagged.items())
+        each = ", ".join(f"{name} {count} of {totals[name]}" for name, count in flagged.items())
+        if flagged:
+            yield "throughput_window", f"{flag} ({'all trials' if flagged == totals else each})"
 
 
 def _failures(found: Frame, _panels: Sequence[Panel]) -> Told:
@@ -343,7 +295,7 @@ def _failures(found: Frame, _panels: Sequence[Panel]) -> Told:
 
 _RULES: Sequence[Callable[[Frame, Sequence[Panel]], Told]] = (
     _missing, _not_comparable, _lost_most, lambda _, panels: load_changed(panels), _turns_without_reply,
-    _near_saturation, _less_finished, _slower_at, _cache_not_verified, _few, _tiers, _machine, _what_ran, _window, _failures,
+    _near_saturation, _less_finished, _slower_at, _few, _nothing_evicted, _machine, _what_ran, _window, _failures,
 )  # fmt: skip
 
 

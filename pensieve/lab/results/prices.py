@@ -6,12 +6,8 @@ nothing is said: seconds and GiB·s have no exchange.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pydantic import BaseModel, ConfigDict, Field
 
-from pensieve.core.plan import Tier
-from pensieve.lab.results.schema import Trial
 from pensieve.units import GIB
 
 
@@ -33,26 +29,3 @@ class Prices(BaseModel):
         """What is not priced costs nothing."""
         memory = (self.gpu_gib_hour or 0.0) * gpu_bytes + (self.cpu_gib_hour or 0.0) * cpu_bytes
         return (self.gpu_hour or 0.0) * devices + (memory + (self.disk_gib_hour or 0.0) * disk_bytes) / GIB
-
-
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """Of one trial: the exchange between seconds of prefill and GiB·s."""
-
-    prices: Prices
-    devices: int
-
-    @classmethod
-    def of(cls, trial: Trial, prices: Prices) -> Worth | None:
-        """None without prices, or where the trial does not say what a token takes."""
-        if not prices.given or not trial.kv_bytes_per_token:
-            return None
-        return cls(prices, trial.device_count or 1)
-
-    def paid_back(self, saved_s: float, idle_gib_s: float, tier: Tier) -> float | None:
-        """What was saved over what it cost to keep; 1: even. None: nothing was kept, or there is no price."""
-        prices = self.prices
-        price = {"gpu": prices.gpu_gib_hour, "cpu": prices.cpu_gib_hour, "disk": prices.disk_gib_hour}[tier]
-        if not price or not prices.gpu_hour or not idle_gib_s:
-            return None
-        return saved_s * (prices.gpu_hour * self.devices / price) / idle_gib_s

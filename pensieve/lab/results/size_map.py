@@ -1,6 +1,6 @@
 """A map of cache sizes: what the trials of its cells say, the smallest sizes that suffice, and what that is in a sentence.
 
-A map is a panel whose cells lie along cache.gpu, cache.cpu and cache.disk. A cell is named by its place, the indices of its
+A map is a panel whose cells lie along cache.gpu and cache.cpu. A cell is named by its place, the indices of its
 sizes; `commands.size` runs the cells and this reads them, so that the command, the table and the figure agree.
 
 Two questions are asked of a cell. Whether it *reaches* the share `knee` of what the largest sizes of the map find, paired
@@ -36,11 +36,8 @@ from pensieve.lab.workload.base import byte_notes
 from pensieve.serve.books.holding import TIERS
 from pensieve.units import percent, significant
 
-Place = tuple[int, ...]
-"""Indices of a cell's sizes of GPU, CPU and disk, from the smallest on."""
-
-NO_DISK = ""
-"""The size of a disk tier that is not there."""
+Place = tuple[int, int]
+"""Indices of a cell's sizes of GPU and CPU, from the smallest on."""
 
 SETTINGS = "size"
 """The key under which a sweep's overrides hold the question that its map answers."""
@@ -76,10 +73,9 @@ def metric_of(name: str) -> Metric:
 
 
 class Question(BaseModel):
-    """gpu, cpu: sizes a device, ascending, as typed into cache.gpu and cache.cpu. disk: sizes of the machine's disk tier, as
-    typed into cache.disk, NO_DISK for none; one is behind every cell, several are the map's third axis. of: history: the
-    share of history tokens that had KV; prompt: of all prompt tokens, what others said included. slo_ttft_ms: the objective
-    of that percentile; None: not asked."""
+    """gpu, cpu: sizes a device, ascending, as typed into cache.gpu and cache.cpu. of: history: the share of history
+    tokens that had KV; prompt: of all prompt tokens, what others said included. slo_ttft_ms: the objective of that
+    percentile; None: not asked."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -92,7 +88,6 @@ class Question(BaseModel):
     slo_ttft_ms: float | None = None
     prices: Prices = Prices()
     devices: int = 1
-    disk: tuple[str, ...] = (NO_DISK,)
     reuse: tuple[tuple[tuple[float, ...], ...], ...] = ()
     """By seed, GPU and CPU size, what one pass over the requests says that LRU tiers find (lab/reuse.py): a map without
     trials. Empty: each cell is a trial."""
@@ -103,35 +98,29 @@ class Question(BaseModel):
         return "the history" if self.of == "history" else "the prompts"
 
     @property
-    def disks(self) -> bool:
-        """There are several, which the map compares."""
-        return len(self.disk) > 1
-
-    @property
     def axes(self) -> dict[str, tuple[str, ...]]:
         """What varies, by its field of the configuration."""
-        beside = {"cache.disk": tuple(size or "0" for size in self.disk)} if self.disks else {}
-        return {"cache.gpu": self.gpu, "cache.cpu": self.cpu, **beside}
+        return {"cache.gpu": self.gpu, "cache.cpu": self.cpu}
 
     @property
     def shape(self) -> Place:
         """Sizes along each axis of a place."""
-        return len(self.gpu), len(self.cpu), len(self.disk)
+        return len(self.gpu), len(self.cpu)
 
     @property
     def places(self) -> Iterator[Place]:
         """Of all cells."""
-        return product(*map(range, self.shape))
+        return product(range(len(self.gpu)), range(len(self.cpu)))
 
     @property
     def corner(self) -> Place:
         """The largest sizes."""
-        return tuple(count - 1 for count in self.shape)
+        return len(self.gpu) - 1, len(self.cpu) - 1
 
-    def sizes(self, place: Place) -> tuple[str, str, str]:
-        """GPU, CPU and disk, as typed."""
-        gpu, cpu, disk = place
-        return self.gpu[gpu], self.cpu[cpu], self.disk[disk]
+    def sizes(self, place: Place) -> tuple[str, str]:
+        """GPU and CPU, as typed."""
+        gpu, cpu = place
+        return self.gpu[gpu], self.cpu[cpu]
 
     def job(self, place: Place, seed: int) -> int:
         """The number of the trial of a cell and a seed among the jobs of the sweep."""
@@ -139,8 +128,8 @@ class Question(BaseModel):
 
     def where(self, job: int) -> tuple[Place, int]:
         """The cell and the seed of a job."""
-        *place, seed = map(int, np.unravel_index(job, (*self.shape, len(self.seeds))))
-        return tuple(place), self.seeds[seed]
+        gpu, cpu, seed = map(int, np.unravel_index(job, (*self.shape, len(self.seeds))))
+        return (gpu, cpu), self.seeds[seed]
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ class SizeMap:
     def values(self, place: Place, name: str) -> dict[int, float]:
         """One of SHOWN, or any metric of a trial, by seed; trials without a value are left out."""
         if self.question.reuse:
-            gpu, cpu, _ = place
+            gpu, cpu = place
             shares = zip(self.question.seeds, self.question.reuse, strict=True)
             return {seed: share[gpu][cpu] for seed, share in shares} if name == "found" else {}
         rate = _RATES[self.question.of].get(name, name)
@@ -223,13 +212,12 @@ class SizeMap:
 
     # -- of the map ---------------------------------------------------------------------------------------------------
 
-    def smallest(self, suffices: Callable[[Place], bool], disk: int | None = None) -> list[Place]:
-        """The cells that suffice, where no other that does has less of one tier and no more of the others, by their places.
-        disk: only among those beside this one."""
+    def smallest(self, suffices: Callable[[Place], bool]) -> list[Place]:
+        """The cells that suffice, where no other that does has less of one tier and no more of the other, by their places."""
         front: list[Place] = []
-        for place in sorted(self.cells):
-            if disk in (None, place[2]) and suffices(place) and not any(within(other, place) for other in front):
-                front.append(place)
+        for gpu, cpu in sorted(self.cells):
+            if suffices((gpu, cpu)) and (not front or cpu < front[-1][1]):
+                front.append((gpu, cpu))
         return front
 
     @cached_property
@@ -259,20 +247,16 @@ class SizeMap:
         suffice, and those just below."""
         found = {self.question.corner}
         for suffices in (self.reaches, self.meets):
-            for place in self.smallest(suffices):
-                found.add(place)
-                for axis, index in enumerate(place):
-                    found.add((*place[:axis], index - 1, *place[axis + 1 :]))
+            for gpu, cpu in self.smallest(suffices):
+                found |= {(gpu, cpu), (gpu - 1, cpu), (gpu, cpu - 1)}
         return {place for place in found if min(place) >= 0}
 
     # -- in words -----------------------------------------------------------------------------------------------------
 
     def name(self, place: Place) -> str:
         """ "40 GB of GPU and 90 GB of CPU KV"."""
-        gpu, cpu, disk = map(spaced, self.question.sizes(place))
-        each = " a device" if self.question.devices > 1 else ""
-        beside = f" beside {disk} of disk" if disk else " without a disk" if self.question.disks else ""
-        return f"{gpu} of GPU and {cpu} of CPU KV{each}{beside}"
+        gpu, cpu = map(spaced, self.question.sizes(place))
+        return f"{gpu} of GPU and {cpu} of CPU KV{' a device' if self.question.devices > 1 else ''}"
 
     def load(self) -> str | None:
         """The traffic that the answer is for, and what to install where its tokens are bytes; or how a map without trials was
@@ -326,8 +310,8 @@ class SizeMap:
         """A row a cell; `run`: whether it has, in a map that is not complete."""
         q = self.question
         for place in q.places:
-            (gpu, cpu, disk), ran, cell = q.sizes(place), place in self.cells, self.cells.get(place)
-            row: dict[str, Any] = {"cache.gpu": gpu, "cache.cpu": cpu, "cache.disk": disk or "0", "run": ran}
+            (gpu, cpu), ran, cell = q.sizes(place), place in self.cells, self.cells.get(place)
+            row: dict[str, Any] = {"cache.gpu": gpu, "cache.cpu": cpu, "run": ran}
             row["seeds"] = len(self.seeds(place))
             for name in SHOWN:
                 found = self.estimate(place, name) if ran else None
@@ -349,16 +333,10 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
     q, frame = Question.model_validate_json(asked), Frame(store, sweep)
     if q.reuse:
         return SizeMap(q, frame, {place: Cell("", {}, ()) for place in q.places})
-    along = {"cache.gpu": q.gpu, "cache.cpu": q.cpu, "cache.disk": tuple(size or "0" for size in q.disk)}
-    every = [cell for panel in frame.panels(*along) for cell in panel.cells]
-    cells = {tuple(sizes.index(cell.at[axis]) for axis, sizes in along.items()): cell for cell in every}
+    every = [cell for panel in frame.panels(*q.axes) for cell in panel.cells]
+    cells = {(q.gpu.index(cell.at["cache.gpu"]), q.cpu.index(cell.at["cache.cpu"])): cell for cell in every}
     failed = {q.where(job.job)[0]: str(job.last.error) for job in frame.jobs if job.last.status == "failed"}
     return SizeMap(q, frame, dict(sorted(cells.items())), failed)
-
-
-def within(smaller: Place, larger: Place) -> bool:
-    """No tier of it is larger."""
-    return all(one <= other for one, other in zip(smaller, larger, strict=True))
 
 
 def spaced(size: str) -> str:

@@ -186,19 +186,20 @@ def _first_difference(a: NDArray[np.int32], b: NDArray[np.int32]) -> int | None:
 
 
 def _table(turns: Sequence[TurnRecord]) -> Any:
+    """NaN, for what an engine does not tell, is null."""
     import pyarrow as pa
 
     counts = [len(turn.token_ids) for turn in turns]
-    of_turn = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    ends = np.cumsum(counts)
+    of_turn = np.repeat(np.arange(len(counts)), counts)
+    margins, emitted_s = (_told([getattr(turn, name) for turn in turns], counts) for name in ("margins", "emitted_s"))
     return pa.table(
         {
-            "session": _texts([turn.session for turn in turns]).take(_numbers(of_turn)),
-            "turn": _numbers(np.array([turn.turn for turn in turns], np.int32)[of_turn]),
-            "position": _numbers(np.arange(len(of_turn), dtype=np.int32) - (ends - counts).astype(np.int32)[of_turn]),
-            "token_id": _numbers(np.frombuffer(b"".join([turn.token_ids.tobytes() for turn in turns]), np.int32)),
-            "margin": _numbers(_told([turn.margins for turn in turns], counts).astype(np.float32)),
-            "emitted_s": _numbers(_told([turn.emitted_s for turn in turns], counts)),
+            "session": pa.array([turn.session for turn in turns], pa.string()).take(of_turn),
+            "turn": np.array([turn.turn for turn in turns], np.int32)[of_turn],
+            "position": np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+            "token_id": np.frombuffer(b"".join([turn.token_ids.tobytes() for turn in turns]), np.int32),
+            "margin": pa.array(margins.astype(np.float32), from_pandas=True),
+            "emitted_s": pa.array(emitted_s, from_pandas=True),
         }
     )
 
@@ -208,20 +209,3 @@ def _told(values: Sequence[TokenArray[float]], counts: Sequence[int]) -> NDArray
     unknown = array("d", [math.nan])
     whole = [own[:count] + unknown * (count - len(own)) for own, count in zip(values, counts, strict=True)]
     return np.frombuffer(b"".join([own.tobytes() for own in whole]))
-
-
-def _numbers(values: NDArray[Any]) -> Any:
-    """An Arrow array, null where a value is NaN. Made of buffers, since pyarrow.array imports pandas first."""
-    import pyarrow as pa
-
-    known = ~np.isnan(values)
-    bits = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [bits, pa.py_buffer(values)])
-
-
-def _texts(values: Sequence[str]) -> Any:
-    import pyarrow as pa
-
-    encoded = [text.encode() for text in values]
-    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-    return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
