@@ -132,7 +132,7 @@ def _composed(verb: str, body: Callable[[DictConfig], int]) -> int:
     def app(cfg: DictConfig) -> None:
         from pensieve.lab.trial.terminal import in_a_sentence
 
-        with in_a_sentence(verb):
+        with in_a_sentence():
             status = body(cfg)
         if status:
             sys.exit(status)

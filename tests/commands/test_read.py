@@ -20,10 +20,10 @@ from tests.composed import SHORT, checked, composed
 def ran(tmp_path, monkeypatch):
     """The store and the id of a simulated trial of eight conversations of two turns."""
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    tracking = replace(open_tracking(checked("tracking=local")), mlflow=False)
+    tracking = replace(open_tracking(checked("tracking=local").tracking), mlflow=False)
     words = ("tracking=local", *SHORT)
-    job = Job("test", tracking.outputs / "runs" / "x")
-    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda text: None)
+    job = Job("test", tracking.outputs / "runs" / "x", resolved(composed(*words)))
+    outcome = run_trial(job, tracking, lambda text: None)
     assert outcome.completed, outcome.error
     return tracking.store, outcome.trial_id
 

@@ -89,7 +89,7 @@ def test_a_cell_is_the_trial_of_the_ordinary_command_and_the_map_says_what_its_r
         assert one.gpu_tokens == int(GPU[place[0]].split()[0]) and one.cpu_tokens == int(CPU[place[1]].split()[0])
     sizes = (f"cache.gpu={GPU[0]}", f"cache.cpu={CPU[-1]}")
     alone = composed(*LOAD, "seed=3", *sizes, "cache=demo", "tracking.mlflow=false", name="config")
-    again = run_trial(check(alone), resolved(alone), open_tracking(check(alone)), Job("", outputs / "x"), print)
+    again = run_trial(Job("", outputs / "x", resolved(alone)), open_tracking(check(alone).tracking), print)
     assert again.reused, "a cell is the trial that runners/run.py would run"
 
 
@@ -97,11 +97,11 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     begun = []
     real = run_module.run_trial
 
-    def third_is_interrupted(config, plain, tracking, job, say):
+    def third_is_interrupted(job, tracking, say):
         begun.append(job.number)
         if len(begun) == 3:
             raise KeyboardInterrupt
-        return real(config, plain, tracking, job, say)
+        return real(job, tracking, say)
 
     monkeypatch.setattr(run_module, "run_trial", third_is_interrupted)
     two = ("size.gpu=[1024 tokens,4096 tokens]", "size.cpu=[0 tokens,4096 tokens]", "size.seeds=[3]")

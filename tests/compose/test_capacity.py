@@ -40,18 +40,18 @@ def test_the_started_engine_reports_what_auto_became():
 
 
 def test_a_cpu_takes_half_of_what_is_free_to_a_power_of_two():
-    tiny = dataclasses.replace(plan_trial(checked()).model, dtype="float32")
-    block = 32 * tiny.kv_bytes_per_token
+    plan = dataclasses.replace(plan_trial(checked("model.dtype=float32", "cache.gpu=auto")), device=CPU)
+    block = plan.block_bytes
 
     def blocks(free: int) -> int:
-        return auto_gpu_blocks(CPU, tiny, 100 * 2**20, GIB, block, None, free)
+        return auto_gpu_blocks(plan, GIB, free)
 
     assert blocks(8 * GIB) == blocks(8 * GIB - 64 * 2**20), "a little more or less in use changes nothing"
     assert blocks(8 * GIB).bit_count() == 1
     assert 1.2 * GIB < blocks(8 * GIB) * block <= 3 * GIB
     with pytest.raises(HardwareMissing, match=r"cache\.gpu=auto finds no room") as error:
         blocks(2 * GIB)
-    for part in ("2.0 GiB free on a CPU is 1.0 GiB", "an iteration 100.0 MiB", "the CPU tier 1.0 GiB", "cache.cpu"):
+    for part in ("2.0 GiB on a CPU is 1.0 GiB", "Use a smaller model or cache.cpu"):
         assert part in str(error.value)
 
 

@@ -28,7 +28,6 @@ def session():
         (["workload.userz=3"], ["'workload.userz'", "did you mean workload.users?"]),
         (["seed=1", "cache.gpx=1"], ["'cache.gpx'", "did you mean cache.gpu?"]),
         (["workload.timeout_s=a=b"], ["workload.timeout_s", "quoted", "'workload.timeout_s=\"a=b\"'"]),
-        (["users=2"], ["'users'", "did you mean workload.users?"]),
         (["seed"], ["'seed' is no override", "group.field=value"]),
         (["experiment_name=größe"], ["quoted", "'experiment_name=\"größe\"'"]),
     ],
@@ -37,7 +36,7 @@ def test_hydras_errors_become_one_sentence(overrides, parts):
     with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
         with pytest.raises(Exception) as caught:
             compose(config_name="config", overrides=overrides)
-        sentence = explain(caught.value, overrides)
+        sentence = explain(caught.value)
     assert all(part in sentence for part in parts), sentence
     assert "\n" not in sentence
 
@@ -53,7 +52,7 @@ def test_other_errors():
 
 def test_several_values_without_m_and_a_number_in_the_place_of_a_name():
     ambiguous = ConfigCompositionException("Ambiguous value for argument 'seed=0,1'\n1. To use it as a list, ...")
-    assert explain(ambiguous).startswith("seed=0,1 names several values")
+    assert "several values are a sweep" in explain(ambiguous)
     assert "add -m" in explain(ambiguous)
     with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"), pytest.raises(ValueError) as caught:
         compose(config_name="config", overrides=["model=3"])
@@ -68,7 +67,7 @@ def test_a_field_is_looked_for_in_the_commands_own_configuration():
         pytest.raises(ConfigCompositionException) as caught,
     ):
         compose(config_name="bench", overrides=["bench.repeat=3"])
-    assert "did you mean bench.repeats?" in explain(caught.value, ["bench.repeat=3"], "bench")
+    assert "did you mean bench.repeats?" in explain(caught.value)
 
 
 def test_a_crash_in_code_of_the_users_own_names_its_line(tmp_path, monkeypatch):
@@ -95,5 +94,5 @@ def test_a_crash_of_our_own_blames_no_user():
     assert explain_crash(refused.value) == str(refused.value)
     bug = AttributeError("ours")
     bug.__traceback__ = refused.tb.tb_next  # frames of the package alone
-    assert explain_known(bug, (), "config") is None
+    assert explain_known(bug) is None
     assert explain_crash(bug) == "AttributeError: ours"

@@ -292,9 +292,8 @@ def test_a_real_trial_and_its_simulation_record_the_same_measurement(h100, tmp_p
     engines = []
     for hardware in ("cpu", "sim_paired"):
         fields = composed(*load, f"hardware={hardware}", f"trial.measure_machine={tmp_path}/beside.json")
-        config = check(fields)
-        tracking = open_tracking(config)
-        outcome = run_trial(config, resolved(fields), tracking, Job("one", tmp_path), say=lambda text: None)
+        tracking = open_tracking(check(fields).tracking)
+        outcome = run_trial(Job("one", tmp_path, resolved(fields)), tracking, lambda text: None)
         assert outcome.completed, outcome.error
         engines.append(tracking.store.trial(outcome.trial_id).engine)
     real, simulated = engines
@@ -306,12 +305,10 @@ def test_a_simulation_whose_machine_nobody_has_measured_says_what_to_run(tmp_pat
     load = ("hardware=sim_paired", *TIERS)
     with pytest.raises(ConfigError, match=r"hardware\.profile"):
         plan_trial(check(composed(*load)))
-    resolved_fields = composed(*load, f"trial.measure_machine={tmp_path}/none.json")
-    tracking = open_tracking(check(resolved_fields))
+    fields = composed(*load, f"trial.measure_machine={tmp_path}/none.json")
+    tracking = open_tracking(check(fields).tracking)
     with pytest.raises(ConfigError, match=r"no .*/none\.json yet: .* Run hardware=local before hardware=sim_paired"):
-        run_trial(
-            check(resolved_fields), resolved(resolved_fields), tracking, Job("one", tmp_path), say=lambda text: None
-        )
+        run_trial(Job("one", tmp_path, resolved(fields)), tracking, lambda text: None)
 
 
 def test_a_profile_of_something_else_is_refused_in_a_sentence(h100, tmp_path):

@@ -31,12 +31,12 @@ def keeps(endpoint: Endpoint) -> None:
 @pytest.fixture
 def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    return replace(open_tracking(checked("tracking=local")), mlflow=False)
+    return replace(open_tracking(checked("tracking=local").tracking), mlflow=False)
 
 
 def run(tracking: Tracking, endpoint: Endpoint, *words: str, say: Callable[[str], object] = lambda text: None) -> Any:
     words = (*SMALL, f"baseline.engine.base_url={endpoint.url}", *words)
-    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, Job("test", tracking.outputs / "x"), say)
+    outcome = run_trial(Job("test", tracking.outputs / "x", resolved(composed(*words))), tracking, say)
     assert outcome.completed, outcome.error
     return tracking.store.trial(outcome.trial_id)
 

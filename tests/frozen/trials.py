@@ -21,10 +21,10 @@ def rows_of(overrides: Sequence[str], wall: bool) -> Rows:
     words = ("tracking=local", *overrides)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSIEVE_OUTPUTS", folder)
-        opened = open_tracking(checked(*words))
+        opened = open_tracking(checked(*words).tracking)
         tracking = Tracking(opened.outputs, opened.store, mlflow=False, kept=True)
-        job = Job("frozen", Path(folder) / "run", shown=False)
-        outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda _: None)
+        job = Job("frozen", Path(folder) / "run", resolved(composed(*words)), shown=False)
+        outcome = run_trial(job, tracking, lambda _: None)
         assert outcome.completed, outcome.error
         with tracking.store.database.reading() as connection:
             return _read(connection, outcome.trial_id, wall)

@@ -114,9 +114,8 @@ def test_tracking_postgres_and_no_password_in_any_record(url, tmp_path, monkeypa
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.setenv("PENSIEVE_DB_URL", url)
     cfg = composed("tracking=postgres", "tracking.mlflow=false", *SHORT, "trial.isolate=true")
-    config = check(cfg)
-    tracking = open_tracking(config)
-    outcome = run_trial(config, resolved(cfg), tracking, Job("x", tmp_path / "x"), lambda _: None)
+    tracking = open_tracking(check(cfg).tracking)
+    outcome = run_trial(Job("x", tmp_path / "x", resolved(cfg)), tracking, lambda _: None)
     assert outcome.completed, outcome.error
     assert (
         len(tracking.store.turns_of(outcome.trial_id))

@@ -1,4 +1,4 @@
-"""A sweep as jobs of Slurm, over stand-ins for its commands; and the same where submitit starts the processes itself."""
+"""A sweep as jobs of Slurm, over stand-ins for its commands."""
 
 from __future__ import annotations
 
@@ -50,16 +50,15 @@ done
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["slurm", "processes"])
-def test_each_trial_is_a_job_of_its_own_and_written_once(launcher: str, tmp_path: Path) -> None:
+def test_each_trial_is_a_job_of_its_own_and_written_once(tmp_path: Path) -> None:
     standin, outputs = tmp_path / "slurm", tmp_path / "outputs"
     standin.mkdir()
     for name, script in (("sbatch", SBATCH), ("srun", SRUN), ("sacct", SACCT)):
         (standin / name).write_text(script)
         (standin / name).chmod(0o755)
-    cluster = {"PATH": f"{standin}:{os.environ['PATH']}", "SLURM_STANDIN": str(standin)} if launcher == "slurm" else {}
-    asked = ("hydra.launcher.partition=long", "hydra.launcher.gpus_per_node=1") if launcher == "slurm" else ()
-    done = typed("runners/run.py", *SWEEP, f"hydra/launcher={launcher}", *asked, outputs=outputs, **cluster)
+    cluster = {"PATH": f"{standin}:{os.environ['PATH']}", "SLURM_STANDIN": str(standin)}
+    asked = ("hydra/launcher=slurm", "hydra.launcher.partition=long", "hydra.launcher.gpus_per_node=1")
+    done = typed("runners/run.py", *SWEEP, *asked, outputs=outputs, **cluster)
     said = standin / "said.txt"
     assert done.returncode == 0, done.stdout + done.stderr + (said.read_text() if said.exists() else "")
     trials = rows(outputs, "SELECT baseline, attempt, status, pid FROM trial ORDER BY baseline")
@@ -67,7 +66,6 @@ def test_each_trial_is_a_job_of_its_own_and_written_once(launcher: str, tmp_path
     assert len({pid for *_, pid in trials}) == 2, "a process each"
     assert rows(outputs, "SELECT job, count(*) FROM sweep_trial GROUP BY job ORDER BY job") == [(0, 1), (1, 1)]
     assert rows(outputs, "SELECT status FROM sweep") == [("completed",)]
-    if launcher == "slurm":
-        options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", (standin / "script.sh").read_text(), re.M))
-        assert (options["partition"], options["gpus-per-node"], options["cpus-per-task"]) == ("long", "1", "8")
-        assert (options["array"], options["mem"], options["time"]) == ("0-1%2", "32GB", "120")
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", (standin / "script.sh").read_text(), re.M))
+    assert (options["partition"], options["gpus-per-node"], options["cpus-per-task"]) == ("long", "1", "8")
+    assert (options["array"], options["mem"], options["time"]) == ("0-1%2", "32GB", "120")

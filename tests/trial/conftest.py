@@ -14,7 +14,7 @@ from tests.composed import checked
 def tracking(tmp_path, monkeypatch):
     """A database in a folder of its own."""
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    return replace(open_tracking(checked("tracking=local")), mlflow=False)
+    return replace(open_tracking(checked("tracking=local").tracking), mlflow=False)
 
 
 @pytest.fixture
@@ -35,5 +35,4 @@ def typed(tmp_path, monkeypatch):
 
     yield run
     signal.signal(signal.SIGINT, before)
-    terminal._interrupted = False
-    terminal._close_sweep = None
+    terminal._pressed = terminal._ending = False

@@ -3,12 +3,11 @@
 from pensieve.lab.compose.settings import resolved
 from pensieve.lab.trial.job import Job
 from pensieve.lab.trial.run import run_trial
-from tests.composed import SHORT, checked, composed
+from tests.composed import SHORT, composed
 
 
 def run(tracking, *overrides, words=SHORT, said=None, folder="x", **job):
     """Its outcome. words: before the overrides. said: what it says is appended there."""
     words = ("tracking=local", *words, *overrides)
-    job = Job("test", tracking.outputs / "runs" / folder, **job)
-    say = (said if said is not None else []).append
-    return run_trial(checked(*words), resolved(composed(*words)), tracking, job, say)
+    job = Job("test", tracking.outputs / "runs" / folder, resolved(composed(*words)), **job)
+    return run_trial(job, tracking, (said if said is not None else []).append)

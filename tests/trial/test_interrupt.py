@@ -12,7 +12,7 @@ def python_handler():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-    terminal._interrupted = False
+    terminal._pressed = terminal._ending = False
 
 
 def test_a_second_ctrl_c_waits_for_a_safe_point(monkeypatch):

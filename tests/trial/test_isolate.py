@@ -7,15 +7,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from pensieve.lab.compose.settings import check
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import job as isolate
-from pensieve.lab.trial.run import _isolated
-from tests.composed import SHORT, composed
+from tests.composed import SHORT
 from tests.trial.running import run
 
 CRASHING = "++eviction._target_=tests.trial.crashing.Crash"
@@ -131,13 +128,3 @@ def test_an_isolated_trial_does_not_outlive_its_sweep(tmp_path):
         assert store.trial(1).status == "interrupted"
     finally:
         process.kill()
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "apart"),
-    [("auto", "sim", False), ("auto", "cuda", True), ("true", "sim", True), ("false", "cuda", False)],
-)
-def test_where_trials_are_isolated(asked, device, apart):
-    config = check(composed(f"trial.isolate={asked}"))
-    plan = SimpleNamespace(config=config, device=SimpleNamespace(kind=device))
-    assert _isolated(plan) is apart

@@ -14,7 +14,7 @@ from pensieve.lab.results.tokens import read_tokens
 from pensieve.lab.trial import job as isolate
 from pensieve.lab.trial import sweep as sweep_module
 from pensieve.lab.trial.command import Jobs
-from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking
+from pensieve.lab.trial.job import Job, Outcome, Tracking
 from pensieve.lab.trial.run import run_trial
 from pensieve.plugins.device import shelf
 from tests.composed import SHORT, checked, composed
@@ -39,11 +39,9 @@ def store(tmp_path, monkeypatch):
 
 
 def run(store, tmp_path, name, *overrides, sweep=None):
-    job = Job(name, tmp_path / name, sweep_id=sweep, preflight=False)
-    words = (*REAL, *overrides)
-    outcome = run_trial(
-        checked(*words), resolved(composed(*words)), Tracking(tmp_path, store, False, True), job, lambda _: None
-    )
+    config = resolved(composed(*REAL, *overrides))
+    job = Job(name, tmp_path / name, config, sweep_id=sweep, preflight=False)
+    outcome = run_trial(job, Tracking(tmp_path, store, False, True), lambda _: None)
     assert outcome.completed, outcome.error
     return store.trial(outcome.trial_id)
 
@@ -90,27 +88,23 @@ def test_a_failed_trial_leaves_no_model_to_the_next_one(store, tmp_path, monkeyp
         assert shelf.kept_host_bytes() == 0
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_process_is_kept_only_where_the_process_of_the_sweep_runs_its_trials(store, tmp_path, monkeypatch, keeps):
-    """In a launcher's processes nobody would end it, and its model would stay on the device."""
-    monkeypatch.setattr(sweep_module, "close_at_exit", lambda _: None)
-    monkeypatch.setattr(sweep_module, "in_turn", lambda _: keeps)
-    hydra = {"overrides": {"task": [], "hydra": []}}
-    config = OmegaConf.create({"hydra": hydra})
-    opened = sweep_module.open_sweep(config, Jobs((), {}, ((),)), [composed(*REAL)], [plan_trial(checked(*REAL))])
-    assert opened.membership.keeps is keeps
-    if keeps:
-        assert opened.membership.asked(0, (), {}, tmp_path).job.keeps and not config.hydra.overrides.hydra
-        return
+def test_a_job_of_a_launcher_ends_the_process_it_started_and_needs_the_folder_of_its_sweep(
+    store, tmp_path, monkeypatch
+):
+    """Nobody else would end it, and its model would stay on the device."""
+    monkeypatch.setattr(sweep_module, "in_turn", lambda _: False)
+    config = OmegaConf.create({"hydra": {"overrides": {"task": [], "hydra": []}}})
+    sweep_module.open_sweep(config, Jobs((), {}, ((),)), [composed(*REAL)], [plan_trial(checked(*REAL))])
     told = config.hydra.overrides.hydra[0].partition("=")[2].strip("'")
     here = SimpleNamespace(job=SimpleNamespace(num=0), overrides=config.hydra.overrides)
     here.runtime = SimpleNamespace(output_dir=str(tmp_path / "job"))
     monkeypatch.setattr(sweep_module.HydraConfig, "get", lambda: here)
-    jobs = []
-    monkeypatch.setattr(sweep_module, "outcome_of", lambda asked, *_: jobs.append(asked.job) or Outcome(0, "failed"))
+    ended, jobs = [], []
+    monkeypatch.setattr(sweep_module, "end_kept", lambda: ended.append(True))
+    monkeypatch.setattr(sweep_module, "outcome_of", lambda job, *_: jobs.append(job) or Outcome(0, "failed"))
     monkeypatch.setenv(sweep_module.MEMBERSHIP, told)
     sweep_module.run_composed(composed(*REAL))
-    assert not jobs[0].keeps
+    assert ended and jobs[0].sweep_id == 1
     monkeypatch.setenv(sweep_module.MEMBERSHIP, told.replace(str(tmp_path), "/nowhere"))  # on another machine
     with pytest.raises(ConfigError, match=r"/nowhere .* PENSIEVE_OUTPUTS"):
         sweep_module.run_composed(composed(*REAL))
@@ -124,7 +118,7 @@ def test_a_process_serves_trials_until_one_needs_its_own(store, tmp_path):
 
     def pid_of(seed, keeps):
         config = resolved(composed(*words, f"seed={seed}"))
-        outcome = isolate.run_isolated(Asked(config, Job("a", tmp_path / str(seed))), tracking, 100, keeps)
+        outcome = isolate.run_isolated(Job("a", tmp_path / str(seed), config), tracking, 100, keeps)
         assert outcome.completed, outcome.error
         return store.trial(outcome.trial_id).pid
 
@@ -147,12 +141,10 @@ def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store,
         raise Met(f"kept: {shelf.kept_host_bytes()} bytes")
 
     monkeypatch.setattr("pensieve.lab.compose.plan.cores", lambda: 2)
-    for name in ("_replicas", "build_system"):
-        monkeypatch.setattr(run_module, name, starts)
+    monkeypatch.setattr(run_module, "_system", starts)
     words = (*REAL, *overrides)
     with shelf.open_shelf():
         shelf.take_model(shelf.ModelAsked(plan_trial(checked(*REAL)).model, "random", None, None, 0, "cpu", 1))
-        job = Job("a", tmp_path / "a", preflight=False)
-        config, plain = checked(*words), resolved(composed(*words))
-        outcome = run_trial(config, plain, Tracking(tmp_path, store, False, True), job, lambda _: None)
+        job = Job("a", tmp_path / "a", resolved(composed(*words)), preflight=False)
+        outcome = run_trial(job, Tracking(tmp_path, store, False, True), lambda _: None)
     assert outcome.error is not None and "kept: 0 bytes" in outcome.error

@@ -91,9 +91,10 @@ def test_ctrl_c_marks_the_trial_and_keeps_no_half_file(tracking, monkeypatch):
             patch.setattr(run_module, "replay", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 run(tracking)
-        assert signal.getsignal(signal.SIGINT) is terminal._note, "a second one waits until the first has been recorded"
+        assert terminal._ending, "a second one waits until the first has been recorded"
     finally:
         signal.signal(signal.SIGINT, before)
+        terminal._ending = False
     trial = tracking.store.trial(1)
     assert trial.status == "interrupted"
     assert trial.error
@@ -129,15 +130,17 @@ def test_the_heart_beats_while_the_trial_lives(tracking):
 
 def test_the_database_is_where_tracking_and_the_environment_say(monkeypatch, tmp_path):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path / "never"))
-    opened = open_tracking(checked())
+    opened = open_tracking(checked().tracking)
     assert (opened.kept, opened.mlflow) == (False, False)
-    assert open_tracking(checked()).outputs == opened.outputs
+    assert open_tracking(checked().tracking).outputs == opened.outputs
     assert not (tmp_path / "never").exists()
     monkeypatch.delenv("PENSIEVE_DB_URL", raising=False)
     with pytest.raises(ConfigError, match="PENSIEVE_DB_URL"):
-        open_tracking(checked("tracking=postgres"))
+        open_tracking(checked("tracking=postgres").tracking)
     monkeypatch.setenv("PENSIEVE_DB_URL", f"sqlite:///{tmp_path / 'mine.db'}")
-    assert os.fspath(open_tracking(checked("tracking=postgres")).store.database.path) == str(tmp_path / "mine.db")
+    assert os.fspath(open_tracking(checked("tracking=postgres").tracking).store.database.path) == str(
+        tmp_path / "mine.db"
+    )
 
 
 def metrics(tracking, trial_id):

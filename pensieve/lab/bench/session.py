@@ -20,12 +20,12 @@ from pensieve.errors import ConfigError, HardwareMissing, PensieveError
 from pensieve.lab.bench import TARGETS, Options
 from pensieve.lab.bench.case import Case, Measured, explain, interleaved, table
 from pensieve.lab.compose.plan import Device, cores, find_device
-from pensieve.lab.compose.settings import HardwareConfig, TrackingConfig, check, check_node, resolved
+from pensieve.lab.compose.settings import HardwareConfig, TrackingConfig, check_node, resolved
 from pensieve.lab.metrics import MetricValue, is_known
 from pensieve.lab.results.environment import environment, git_commit, gpus, host
 from pensieve.lab.results.identity import identify, sweep_key
 from pensieve.lab.results.schema import BENCH
-from pensieve.lab.trial.job import Job, Outcome, Tracking, device_lock, open_named
+from pensieve.lab.trial.job import Job, Outcome, Tracking, device_lock, open_tracking
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.terminal import say
 from pensieve.plugins.device.shelf import open_shelf
@@ -142,8 +142,8 @@ class Bench:
     def run_trial(self, cfg: Any, title: str) -> Outcome:
         """Run a composed configuration, recorded like any trial and as part of the command; its error is in the outcome."""
         folder = self.tracking.outputs / "runs" / "bench" / f"{self.sweep_id}-{self.trials}"
-        job = Job(title=title, folder=folder, sweep_id=self.sweep_id, number=self.trials, preflight=False)
-        outcome = run_trial(check(cfg), resolved(cfg), replace(self.tracking, mlflow=False), job, self.say)
+        job = Job(title, folder, resolved(cfg), self.sweep_id, self.trials, preflight=False)
+        outcome = run_trial(job, replace(self.tracking, mlflow=False), self.say)
         if outcome.trial_id:
             self._link(outcome.trial_id)
         return outcome
@@ -242,7 +242,7 @@ def run_command(
             f"hardware.gpus={machine.count}: benchmarks measure one device; use hardware.gpus=1, or run a trial "
             "(python runners/run.py)."
         )
-    tracking, device = open_named(tracked), torch.device("cpu" if machine.simulated else machine.name)
+    tracking, device = open_tracking(tracked), torch.device("cpu" if machine.simulated else machine.name)
     bench = Bench(machine, hardware, options, tracking, say, device, _use_threads(hardware.threads, machine))
     bench.open(name, overrides)
     if bench.on_gpu:

@@ -32,17 +32,9 @@ from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.size_map import SETTINGS, Place, Question, SizeMap, read_map
 from pensieve.lab.reuse import reuse_of
 from pensieve.lab.statistics import Estimate, estimated
-from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking, open_tracking
+from pensieve.lab.trial.job import Job, Outcome, Tracking, open_tracking
 from pensieve.lab.trial.sweep import brief, draw_figures, figure_lines, performing, places, processes_here
-from pensieve.lab.trial.terminal import (
-    INTERRUPTED,
-    close_at_exit,
-    command_line,
-    console,
-    ends_interrupted,
-    say,
-    sweep_is_closed,
-)
+from pensieve.lab.trial.terminal import INTERRUPTED, command_line, console, ends_interrupted, say
 from pensieve.lab.workload.base import WorkloadPlan
 from pensieve.units import NONE, Table, ceil_div, duration, grid, parse_capacity, percent, significant
 
@@ -162,8 +154,7 @@ def default_sizes(plan: TrialPlan, loads: Sequence[WorkloadPlan], points: int) -
     longest = max(longest_conversation(one) or plan.model.max_context for one in loads)
     blocks = slots * (ceil_div(longest, plan.chunk_tokens) + 2)
     least = ceil_div(blocks, count) * block  # a device has whole blocks
-    share = plan.config.hardware.memory_share
-    room = auto_gpu_blocks(device, plan.model, plan.activation_bytes, 0, block, share) * block / count
+    room = auto_gpu_blocks(plan, 0) * block / count
     beside = device.cpu_bytes / count
     if device.shared:  # both tiers are in one memory
         room = beside = room / 2
@@ -257,7 +248,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
     settings, load = read(cfg)
     first = check(load.cfg)
     question = question_of(settings, load, first)
-    tracking = open_tracking(first)
+    tracking = open_tracking(first.tracking)
     check_question(load, question)
     if settings.by == "reuse":
         question = computed(load, question, first)
@@ -265,7 +256,6 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
     store.interrupt_dead()
     sweep_id = _open(tracking, load, question, typed, first)
     planner = _Planner(load, question, settings, first, tracking, sweep_id, folder)
-    close_at_exit(planner.close)
     try:
         found = planner.run()
     except KeyboardInterrupt:
@@ -274,7 +264,9 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
         done = sum(job.trial is not None for job in store.trials_of_sweep(sweep_id))
         say(f"Interrupted after {done} trials, which are kept; the same command goes on from there.")
         sys.exit(INTERRUPTED)
-    sweep_is_closed()
+    except Exception:
+        planner.close("failed")
+        raise
     return planner.report(found)
 
 
@@ -328,9 +320,9 @@ class _Planner:
         with performing(self.tracking, self._processes()) as perform:
             while tasks := self._wanted(self._map()):
                 began = time.monotonic()
-                for count, (asked, outcome) in enumerate(perform([self._asked(task) for task in tasks]), start=1):
+                for count, (job, outcome) in enumerate(perform([self._job(task) for task in tasks]), start=1):
                     left_s = (time.monotonic() - began) / count * (len(tasks) - count)
-                    self._note(asked, outcome, f"[{count} of {len(tasks)} in this round, {duration(left_s)} left]")
+                    self._note(job, outcome, f"[{count} of {len(tasks)} in this round, {duration(left_s)} left]")
         return self._map()
 
     def _map(self) -> SizeMap:
@@ -346,29 +338,29 @@ class _Planner:
 
         return lacks(q.places, q.seeds[:1]) or lacks(known.deciding, q.seeds)
 
-    def _asked(self, task: Task) -> Asked:
+    def _job(self, task: Task) -> Job:
         place, seed = task
         number = self.question.job(place, seed)
         sizes = zip(self.question.axes.items(), place, strict=True)
         title = ", ".join([*(f"{axis}={at[index]}" for (axis, at), index in sizes), f"seed={seed}"])
         folder = self.folder if self.tracking.kept else self.tracking.outputs
-        job = Job(title, folder / str(number), self.sweep_id, number, preflight=False, shown=False)
-        return Asked(resolved(self.load.of(*self.question.sizes(place), seed)), job)
+        config = resolved(self.load.of(*self.question.sizes(place), seed))
+        return Job(title, folder / str(number), config, self.sweep_id, number, preflight=False, shown=False)
 
     def _processes(self) -> int:
         if not self.config.hardware.simulated:
             return 1  # real trials wait for their device
         return self.settings.processes or processes_here()
 
-    def _note(self, asked: Asked, outcome: Outcome, head: str) -> None:
-        task = self.question.where(asked.job.number)
+    def _note(self, job: Job, outcome: Outcome, head: str) -> None:
+        task = self.question.where(job.number)
         self.done.add(task)
         if not outcome.completed:
             self.failures[task] = str(outcome.error)
             what = f"{outcome.status}. {outcome.error}"
         else:
             what = brief(self.tracking.store, outcome.trial_id) + ", found in the database" * outcome.reused
-        say(f"{head} {asked.job.title}: {what}")
+        say(f"{head} {job.title}: {what}")
 
     def close(self, status: str) -> None:
         """The map ends early."""

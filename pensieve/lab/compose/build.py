@@ -42,7 +42,6 @@ from pensieve.units import format_bytes
 if TYPE_CHECKING:
     from pensieve.device.worker import TorchOptions
     from pensieve.plugins.cluster.cluster_system import ClusterSystem
-    from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker
     from pensieve.plugins.tiers.disk_transfer import DiskOptions
     from pensieve.serve.systems.inline_system import InlineSystem
     from pensieve.serve.systems.threaded_system import ThreadedSystem
@@ -120,11 +119,10 @@ def build_system(
     Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
     """
     config = plan.config
-    parts = find_parts(config, longest_conversation(described) if described else None, plan.model)
-    assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
-    tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     if config.hardware.router != "single":
         raise ConfigError("A cluster of simulated replicas runs trials only; use hardware.router=single.")
+    parts = find_parts(config, longest_conversation(described) if described else None, plan.model)
+    tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     return _engine_system(plan, parts, tokenizer, keeps_disk)
 
 
@@ -153,8 +151,7 @@ def _engine_system(
     from pensieve.serve.systems.threaded_system import ThreadedSystem
 
     config = plan.config
-    assert parts.cache is not None
-    scheduler = filled(SchedulerSettings, config.scheduler, composition=parts.composition)
+    assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
     below = _tier_below(plan, parts, keeps_disk)
     clock, worker, gpu_blocks = clock_and_worker(plan, below)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
@@ -165,7 +162,7 @@ def _engine_system(
         clock=clock,
         cache=parts.cache,
         policy=parts.policy,
-        scheduler=scheduler,
+        scheduler=filled(SchedulerSettings, config.scheduler, composition=parts.composition),
         gpu_blocks=gpu_blocks,
         cpu_blocks=plan.cpu_blocks,
         below=below,
@@ -229,18 +226,18 @@ def outside_engine(
 
 def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> OutsideSystem:
     """The system of an outside engine, not started yet."""
-    longest = longest_context(described) if described else None
-    conversations = described.sessions if described else None
-    weights = loadable(plan.config.model)
-    return OutsideSystem(outside_engine(plan, longest, tokenizer, weights, conversations))
+    longest = conversations = None
+    if described is not None:  # the longest that may come, also where holding it is what the workload puts to the test
+        longest = described.facts.get("longest_context_tokens") or longest_conversation(described)
+        conversations = described.sessions
+    return OutsideSystem(outside_engine(plan, longest, tokenizer, loadable(plan.config.model), conversations))
 
 
 def build_simulated(plan: TrialPlan) -> System:
     """What stands for an engine of others on a simulated machine, not started yet."""
-    config = plan.config
-    make = find_parts(config).simulated
-    assert make is not None, f"baseline={config.baseline.name} has nothing to simulate it: plan_trial refuses that"
-    if config.hardware.router != "single":
+    make = find_parts(plan.config).simulated
+    assert make is not None, f"baseline={plan.config.baseline.name} has nothing to simulate it: plan_trial refuses that"
+    if plan.config.hardware.router != "single":
         raise ConfigError("A cluster is of baselines in the engine; use hardware.router=single.")
     return make(plan.model, plan.hardware, plan.chunk_tokens)
 
@@ -257,22 +254,29 @@ def clock_and_worker(
         virtual = VirtualClock()
         simulated = SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens, depth, below.bandwidth)
         return virtual, simulated, plan.gpu_blocks
-    if plan.device.divided:
-        wall = WallClock()
-        divided = _divided_worker(plan, wall)
-        return wall, divided, divided.room if plan.gpu_measured else plan.gpu_blocks
+    clock, asked = WallClock(), _asked_model(plan)
+    options = torch_options(hardware, plan.device, scheduler.max_batch_tokens, scheduler.max_batch_requests)
+    if plan.device.divided:  # a process each; the type, the sizes and the seed are decided here, once for all of them
+        from pensieve.plugins.engines.tensor_parallel import Setup, TensorParallelWorker
+
+        threads = hardware.threads or physical_cores()
+        asked = asked._replace(threads=max(1, threads // plan.device.count), memory_bytes=None)
+        options = replace(options, graphs=False)  # a graph would have the collectives of its forward in it
+        divided = TensorParallelWorker(Setup(asked, plan.device.names, options), clock)
+        return clock, divided, divided.room if plan.gpu_measured else plan.gpu_blocks
     from pensieve.device.worker import TorchWorker
 
-    clock, model = WallClock(), shelf.take_model(_asked_model(plan))
-    options = torch_options(hardware, plan.device, scheduler.max_batch_tokens, scheduler.max_batch_requests)
     if below.transfer is not None:
         options = replace(options, transfer=below.transfer)
-    worker = TorchWorker(model, plan.chunk_tokens, clock, options=options)
+    worker = TorchWorker(shelf.take_model(asked), plan.chunk_tokens, clock, options=options)
     return clock, worker, worker.room if plan.gpu_measured else plan.gpu_blocks
 
 
 def _asked_model(plan: TrialPlan) -> ModelAsked:
     config, m = plan.config, plan.config.model
+    limit = memory_limit_bytes(config.hardware)
+    if limit is not None:  # what full tiers in host memory leave for weights
+        limit -= plan.cpu_bytes + plan.gpu_bytes * plan.device.shared
     return ModelAsked(
         spec=plan.model,
         weights=loadable(m),
@@ -283,27 +287,8 @@ def _asked_model(plan: TrialPlan) -> ModelAsked:
         threads=config.hardware.threads,
         attention=config.attention_backend,
         chunk_tokens=plan.chunk_tokens,
-        memory_bytes=_weights_memory_bytes(plan),
+        memory_bytes=limit,
     )
-
-
-def _weights_memory_bytes(plan: TrialPlan) -> int | None:
-    """What hardware.cpu_memory leaves for weights when the KV tiers in host memory are full; None without that limit."""
-    limit = memory_limit_bytes(plan.config.hardware)
-    return None if limit is None else limit - plan.cpu_bytes - (plan.gpu_bytes if plan.device.kind == "cpu" else 0)
-
-
-def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
-    """A process for each device. The type, the sizes and the seed are decided here, once for all of them."""
-    from pensieve.plugins.engines.tensor_parallel import Setup, TensorParallelWorker
-
-    config, device = plan.config, plan.device
-    s = config.scheduler
-    threads = config.hardware.threads or physical_cores()
-    options = torch_options(config.hardware, device, s.max_batch_tokens, s.max_batch_requests)
-    asked = _asked_model(plan)._replace(threads=max(1, threads // device.count), memory_bytes=None)
-    options = replace(options, graphs=False)  # a graph would have the collectives of its forward in it
-    return TensorParallelWorker(Setup(asked, device.names, options), clock)
 
 
 def _tier_below(plan: TrialPlan, parts: Parts, keeps_disk: bool) -> LowerTier:
@@ -326,8 +311,9 @@ def _disk_options(plan: TrialPlan, keeps: bool) -> DiskOptions:
     model, size = model_identity(plan.config.model, simulated=False), plan.model.kv_bytes_per_token
     identity = hashlib.sha256(f"{model} {plan.model.dtype} {plan.chunk_tokens} {size}".encode()).digest()
     folder = outputs_folder()
-    path = folder / "kv" / f"{identity.hex()[:16]}.kv" if keeps else None
-    return DiskOptions(path, folder, identity, plan.disk_blocks)
+    return DiskOptions(
+        folder / "kv" / f"{identity.hex()[:16]}.kv" if keeps else None, folder, identity, plan.disk_blocks
+    )
 
 
 def torch_options(
@@ -398,12 +384,6 @@ def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, Wor
     return workload, described
 
 
-def longest_context(described: WorkloadPlan) -> int | None:
-    """Tokens that one conversation may come to hold, also where holding them is what the workload puts to the test."""
-    longest = described.facts.get("longest_context_tokens")
-    return longest_conversation(described) if longest is None else int(longest)
-
-
 def longest_conversation(described: WorkloadPlan) -> int | None:
     """Tokens of the longest conversation; None where the workload does not know them in advance."""
     longest = described.facts.get("longest_conversation_tokens")
@@ -465,19 +445,20 @@ def check_memory(plan: TrialPlan, free_bytes: int | None = None) -> None:
     device, model = plan.device, plan.model
     # What is free decides how large a measured tier becomes; it must only be worth starting.
     kv_bytes = LEAST_GPU_BLOCKS * plan.block_bytes if plan.gpu_measured and free_bytes is not None else plan.gpu_bytes
-    need = model.weight_bytes + kv_bytes + plan.activation_bytes
-    parts = f"weights {format_bytes(model.weight_bytes)} in {model.dtype}, KV {format_bytes(kv_bytes)}"
-    if device.shared:
-        need += plan.cpu_bytes
-        parts += f" + {format_bytes(plan.cpu_bytes)} for the CPU tier"
-    parts += f", activations {format_bytes(plan.activation_bytes)}"
-    usable = int(device.gpu_bytes * GPU_USABLE) if device.kind == "cuda" else device.gpu_bytes
-    there, verb = (usable, "are there") if free_bytes is None else (free_bytes, "are free")
+    cpu_bytes = plan.cpu_bytes * device.shared
+    need = model.weight_bytes + kv_bytes + cpu_bytes + plan.activation_bytes
+    there, verb = device.gpu_bytes, "are there"
+    if free_bytes is not None:
+        there, verb = free_bytes, "are free"
+    elif device.kind == "cuda":
+        there = int(there * GPU_USABLE)
     if need > there:
         raise HardwareMissing(
-            f"model={model.name} with cache={plan.config.cache.name} needs {format_bytes(need)} on {device.label} ({parts}) "
-            f"and {format_bytes(there)} {verb}; use a smaller cache or model, more devices (hardware.gpus), or a simulated "
-            "machine that holds it, such as hardware=sim_h200."
+            f"model={model.name} with cache={plan.config.cache.name} needs {format_bytes(need)} on {device.label} (weights "
+            f"{format_bytes(model.weight_bytes)} in {model.dtype}, KV {format_bytes(kv_bytes)}, the CPU tier "
+            f"{format_bytes(cpu_bytes)}, activations {format_bytes(plan.activation_bytes)}) and {format_bytes(there)} "
+            f"{verb}; use a smaller cache or model, more devices (hardware.gpus), or a simulated machine, such as "
+            "hardware=sim_h200."
         )
     if not device.shared and plan.cpu_bytes > device.cpu_bytes:
         raise HardwareMissing(

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
-from string import Template
 from textwrap import fill
 from typing import Any
 
@@ -77,6 +76,17 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; there are: {', '.join(known)}" if known else ""
 
 
+def meant(key: str) -> str:
+    """The end of a sentence about an unknown field or group: the one with such a name beside it."""
+    above, dot, name = key.rpartition(".")
+    folder, own = conf_folder() / key.partition(".")[0], conf_folder().glob("*.yaml")
+    texts = [file.read_text() for file in (folder.rglob("*.yaml") if dot and folder.is_dir() else own)]
+    form = r"^(?:  - )?(\w+):" if not dot else r"^ *(\w+):" if folder.is_dir() else r"^ +(\w+):"
+    names = {one for text in texts for one in re.findall(form, text, re.MULTILINE)}
+    close = difflib.get_close_matches(name, names - {name}, n=1, cutoff=0.7)
+    return f"; did you mean {above}{dot}{close[0]}?" if close else ""
+
+
 def ended(sentence: str) -> str:
     """The sentence with a full stop, unless it ends with one or with a question mark."""
     return sentence if sentence.endswith(("?", ".")) else sentence + "."
@@ -87,74 +97,84 @@ _SIMULATED = ("model=llama3_8b", "cache=small", "hardware=sim_a100_80g")
 
 
 def as_meant(arguments: Sequence[str], config_name: str = "config") -> tuple[list[str], list[str]]:
-    """The command line with what it implies, and a line for people on each change. config_name: as of `guarded`."""
-    meant = [_whole(text) for text in arguments]
-    notes = [f"{typed} is now {now}." for typed, now in zip(arguments, meant, strict=True) if typed != now]
-    path = next((place for place, text in enumerate(meant) if _has([text], "workload.path=")), None)
-    if path is not None and not _has(meant, "workload=", "experiment=", "replay="):
-        added = ["workload=trace"]
-        if config_name == "config" and not _has(meant, "model", "cache", "hardware"):
-            added += _SIMULATED
+    """The command line with what it implies, and a line for people on each change: an experiment's folder, where it was
+    left out or is a prefix (paper_eviction), and the workload of workload.path."""
+    words, notes = list[str](), list[str]()
+    for text in arguments:
+        name, known = text.removeprefix("experiment="), options("experiment")
+        if name != text and name not in known:
+            same = (
+                one for one in known if name in (one.rpartition("/")[2], one.replace("/", "_"), one.replace("s/", "_"))
+            )
+            name = next(same, name)
+            notes += [f"{text} is now experiment={name}."] if f"experiment={name}" != text else []
+            text = f"experiment={name}"
+        words.append(text)
+
+    def typed(*beginnings: str) -> list[int]:
+        return [place for place, text in enumerate(words) if text.lstrip("+").startswith(beginnings)]
+
+    if (path := typed("workload.path=")) and not typed("workload=", "experiment=", "replay="):
+        chosen = config_name != "config" or typed("model", "cache", "hardware")
+        added = ["workload=trace", *(() if chosen else _SIMULATED)]
         notes.append(f"workload.path names recorded conversations; replayed with {' '.join(added)}.")
-        meant[path:path] = (
-            added  # beside it: argparse wants all overrides in one piece, and `--cfg job` may end the line
-        )
-    return meant, notes
-
-
-def _whole(text: str) -> str:
-    """experiment=NAME with its folder, where it was left out (hotness) or is a prefix (paper_eviction)."""
-    name = text.removeprefix("experiment=")
-    if name == text or name in (known := options("experiment")):
-        return text
-    for option in known:
-        folder, _, own = option.rpartition("/")
-        if name in (own, f"{folder}_{own}", f"{folder.removesuffix('s')}_{own}"):
-            return f"experiment={option}"
-    return text
-
-
-def _has(arguments: Sequence[str], *beginnings: str) -> bool:
-    return any(text.lstrip("+").startswith(beginnings) for text in arguments)
-
-
-GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware", "scale", "tracking", "sweep")
-_WIDTH = 120
+        words[path[0] : path[0]] = added  # beside it: argparse wants all overrides in one piece
+    return words, notes
 
 
 def page(config_name: str, overrides: Sequence[str]) -> str:
-    """hydra.help.template of conf/`config_name`.yaml, filled in. Hydra's own --help lists all groups again for each group,
-    which takes longer than the rest of the command."""
+    """What --help prints: the head of conf/`config_name`.yaml, its groups and their options, its fields and their values.
+    Hydra's own --help lists all groups again for each group, which takes longer than the rest of the command."""
     from hydra import compose, initialize_config_dir  # neither is where vLLM runs a policy of ours
     from omegaconf import OmegaConf, open_dict
 
-    OmegaConf.register_new_resolver("choices", choices, replace=True)  # ${choices:} or ${choices:model,cache}
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         cfg = compose(config_name, list(overrides), return_hydra_config=True)
-    template = Template(cfg.hydra.help.template)
+    groups = [group for group in cfg.hydra.runtime.choices if (conf_folder() / group).is_dir() and "/" not in group]
     with open_dict(cfg):
         del cfg["hydra"]
-    return template.substitute(CONFIG=OmegaConf.to_yaml(cfg))
+    return "\n".join(
+        [
+            *_head(config_name),
+            "",
+            "Choose an option of a group with group=option:",
+            *choices(*(group for group in groups if group not in ("at", "experiment"))),
+            *(experiments() if "experiment" in groups else ()),
+            "",
+            'Set a field with group.field=value (sizes: "4GiB", "2GB", "8192 tokens"; quote a value that holds = or ,).',
+            f"Fields and their values (conf/{config_name}.yaml and its groups say what each means):",
+            "",
+            OmegaConf.to_yaml(cfg),
+            "PENSIEVE_OUTPUTS moves what is kept in outputs/. HYDRA_FULL_ERROR=1 shows the whole trace of an error.",
+        ]
+    )
 
 
-def choices(*groups: str) -> str:
-    """The options of these groups; without any, of all that runners/run.py has, and its experiments."""
-    lines = [
-        fill(f"{group}: {', '.join(options(group))}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
-        for group in groups or GROUPS
+def choices(*groups: str) -> list[str]:
+    """A line for each of these groups, with its options."""
+    return [
+        fill(f"{group}: {', '.join(options(group))}", 120, initial_indent="  ", subsequent_indent="    ")
+        for group in groups
     ]
-    if groups:
-        return "\n".join(lines)
+
+
+def experiments() -> list[str]:
+    """A line for each experiment, by folder: its name and what it shows."""
     names = options("experiment")
-    width = max(map(len, names)) + 2
+    width, lines = max(map(len, names)) + 2, []
     for folder in sorted({name.rpartition("/")[0] for name in names}):
         lines += ["", f"Experiments: {folder or 'start here'}"]
         lines += [f"  {name:<{width}}{clause(name)}" for name in names if name.rpartition("/")[0] == folder]
-    return "\n".join(lines)
+    return lines
 
 
 def clause(experiment: str) -> str:
     """What an experiment shows: the first sentence of its comment, which follows the command."""
-    lines = (conf_folder() / "experiment" / f"{experiment}.yaml").read_text().splitlines()
-    _package, _command, *comment = takewhile(lambda line: line.startswith("#"), lines)
-    return re.split(r"[.;?](?:\s|$)", " ".join(line.removeprefix("# ") for line in comment), maxsplit=1)[0]
+    _package, _command, *comment = _head(f"experiment/{experiment}")
+    return re.split(r"[.;?](?:\s|$)", " ".join(comment), maxsplit=1)[0]
+
+
+def _head(name: str) -> list[str]:
+    """The comment that a file begins with."""
+    lines = (conf_folder() / f"{name}.yaml").read_text().splitlines()
+    return [line.removeprefix("#").removeprefix(" ") for line in takewhile(lambda line: line.startswith("#"), lines)]

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -76,19 +77,20 @@ def completed(model: Mapping[str, Any]) -> dict[str, Any]:
             f"model.hub_id={place} is no folder on this machine, and no hub id (org/name); correct the path or the name."
         )
     else:
-        fields |= {"name": place.replace("/", "--"), "architecture": _hub_architecture(place, fields.get("revision"))}
-    _check_decoder(fields["name"], fields["architecture"])
-    return fields
-
-
-def _check_decoder(name: str, architecture: Mapping[str, Any]) -> None:
+        instead = "use a folder that save_pretrained wrote (model.hub_id=<a folder>), or a model that is in conf/model"
+        here = settings_folder(
+            place, fields.get("revision"), lambda at: (at / "config.json").is_file(), "The architecture", instead
+        )
+        fields |= {"name": place.replace("/", "--"), "architecture": folder_architecture(str(here))}
+    architecture = fields["architecture"]
     try:
-        ModelSpec.from_architecture(name, architecture)
+        ModelSpec.from_architecture(fields["name"], architecture)
     except UnsupportedModel as error:
         raise UnsupportedModel(
-            f"{name} ({architecture.get('model_type', 'no model_type')}) cannot be served: its config.json is not that of "
-            "a decoder-only language model that the paged attention knows; choose a model of another architecture."
+            f"{fields['name']} ({architecture.get('model_type', 'no model_type')}) cannot be served: its config.json is not "
+            "that of a decoder-only language model that the paged attention knows; choose a model of another architecture."
         ) from error
+    return fields
 
 
 def weights_kind(model: ModelConfig) -> str:
@@ -153,16 +155,12 @@ def local_weights(model: ModelConfig) -> Path | None:
     """The weights' file (or its index) on this machine: in the folder, or in the local hub cache."""
     kind = weights_kind(model)
     if kind == GGUF:
-        try:
+        with suppress(WeightsMissing):
             return find_gguf(model.gguf_file)
-        except WeightsMissing:
-            return None
-    folder = (
-        own_folder(model) if kind == "path" else cached_snapshot(model.hub_id, model.revision) if model.hub_id else None
-    )
-    return (
-        None if folder is None else next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
-    )
+        return None
+    cached = cached_snapshot(model.hub_id, model.revision) if model.hub_id else None
+    folder = own_folder(model) if kind == "path" else cached
+    return next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None) if folder else None
 
 
 def check_weights(model: ModelConfig) -> None:
@@ -188,12 +186,6 @@ def check_weights(model: ModelConfig) -> None:
                 f"The weights of {model.hub_id} cannot be had: {reason}; use model.weights=random "
                 "(same speed, meaningless text) or model.weights=<a folder with safetensors>."
             )
-
-
-def _hub_architecture(hub_id: str, revision: str | None) -> dict[str, Any]:
-    instead = "use a folder that save_pretrained wrote (model.hub_id=<a folder>), or a model that is in conf/model"
-    folder = settings_folder(hub_id, revision, lambda at: (at / "config.json").is_file(), "The architecture", instead)
-    return folder_architecture(str(folder))
 
 
 # -- GGUF files: dequantised once into the user's cache, as a folder that save_pretrained could have written ---------------
@@ -285,9 +277,17 @@ def build_tokenizer(model: ModelConfig, vocab: int, simulated: bool) -> Tokenize
             )
         return ByteTokenizer()
     meaningless = simulated or weights_kind(model) == "random"
-    place = _place(model, make=not meaningless)
-    folder = None if place is None else _folder(place, model, download=not meaningless)
-    if folder is not None:
+    named = Path(model.tokenizer).expanduser()
+    place: Path | str | None = named if named.is_dir() else model.tokenizer  # a folder, or a hub id
+    if model.tokenizer == "hub":
+        place = own_folder(model, make=not meaningless) or model.hub_id
+    folder = place if isinstance(place, Path) else None
+    if isinstance(place, str):
+        revision = model.revision if place == model.hub_id else None
+        folder = cached_snapshot(place, revision)
+        if not meaningless and (folder is None or not has_tokenizer(folder)):
+            folder = settings_folder(place, revision, has_tokenizer, "The tokenizer", _INSTEAD)
+    if folder is not None and has_tokenizer(folder):
         own = model.name if model.tokenizer == "hub" else folder.name
         return read_tokenizer(folder, eos_of(model.architecture), place if isinstance(place, str) else own)
     if meaningless and fits:
@@ -320,25 +320,6 @@ def read_tokenizer(folder: Path, eos_ids: Sequence[int] = (), name: str | None =
             "(tokenizer.json), or use model.tokenizer=bytes."
         )
     return HubTokenizer(folder, eos_ids, name, (backend, special_tokens_of(loaded.special_tokens_map)))
-
-
-def _place(model: ModelConfig, make: bool) -> Path | str | None:
-    """The folder or hub id where the tokenizer must be."""
-    if model.tokenizer != "hub":
-        folder = Path(model.tokenizer).expanduser()
-        return folder if folder.is_dir() else model.tokenizer
-    return own_folder(model, make) or model.hub_id
-
-
-def _folder(place: Path | str, model: ModelConfig, download: bool) -> Path | None:
-    """The folder that has a tokenizer, None where it has none and nothing may be downloaded."""
-    if isinstance(place, Path):
-        return place if has_tokenizer(place) else None
-    revision = model.revision if place == model.hub_id else None
-    cached = cached_snapshot(place, revision)
-    if cached is not None and has_tokenizer(cached):
-        return cached
-    return settings_folder(place, revision, has_tokenizer, "The tokenizer", _INSTEAD) if download else None
 
 
 _INSTEAD = "use model.tokenizer=<a folder that has one> or model.tokenizer=bytes"

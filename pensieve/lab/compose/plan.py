@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +14,7 @@ import psutil
 
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
 from pensieve.lab.compose.model_files import folder_architecture, weights_kind
-from pensieve.lab.compose.settings import HardwareConfig, ModelConfig, TrialConfig, filled, refuse_missing
+from pensieve.lab.compose.settings import HardwareConfig, ModelConfig, TrialConfig, filled
 from pensieve.plugins.device import shelf
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import Capacity, format_bytes, parse_capacity
@@ -184,9 +183,8 @@ def memory_limit_bytes(hardware: HardwareConfig) -> int | None:
 
 def _simulated(hardware: HardwareConfig) -> Device:
     rates = () if hardware.profile else ("flops", "memory_bw", "h2d_bw", "d2h_bw")
-    given = hardware.model_dump()
     for field in ("gpu_memory", "cpu_memory", *rates):
-        if not given[field]:
+        if not getattr(hardware, field):
             raise ConfigError(
                 f"hardware.{field} has no value, and a simulated machine needs it; set it, or hardware.profile (for "
                 "hardware=sim_paired trial.measure_machine, as experiment=machine/fidelity does)."
@@ -259,13 +257,9 @@ class TrialPlan:
         return self.device.divided or (self.config.hardware.router != "single" and not self.device.simulated)
 
     @property
-    def gpu_auto(self) -> bool:
-        """cache.gpu=auto. On a real GPU gpu_blocks is then an estimate, and the started worker measures how many fit."""
-        return self.config.cache.gpu == AUTO
-
-    @property
     def gpu_measured(self) -> bool:
-        return self.gpu_auto and self.device.kind == "cuda"
+        """cache.gpu=auto on a real GPU: gpu_blocks is an estimate, and the started worker measures how many fit."""
+        return self.config.cache.gpu == AUTO and self.device.kind == "cuda"
 
     @property
     def gpu_bytes(self) -> int:
@@ -284,17 +278,11 @@ class TrialPlan:
 
     def budget(self) -> str:
         """The budgets in tokens, as a line for people."""
-        per = self.chunk_tokens
-
-        def tier(blocks: int) -> str:
-            return f"{blocks * per:,} tokens ({format_bytes(blocks * self.block_bytes)})"
-
+        m, gpu, cpu = self.model, self.budget_gpu_blocks, self.budget_cpu_blocks
+        tiers = (f"{n * self.chunk_tokens:,} tokens ({format_bytes(n * self.block_bytes)})" for n in (gpu, cpu))
         return (
-            f"{self.model.name} {self.model.dtype} on {self.device.label}"
-            f"{' (simulated)' if self.device.simulated else ''}: "
-            f"cache.gpu = {'about ' if self.gpu_measured else ''}{tier(self.budget_gpu_blocks)}, "
-            f"cache.cpu = {tier(self.budget_cpu_blocks)}, "
-            f"{format_bytes(self.model.kv_bytes_per_token)} of KV a token"
+            f"{m.name} {m.dtype} on {self.device.label}{' (simulated)' * self.device.simulated}: cache.gpu, cache.cpu = "
+            f"{'about ' * self.gpu_measured}{', '.join(tiers)}, {format_bytes(m.kv_bytes_per_token)} of KV a token"
         )
 
 
@@ -302,55 +290,54 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     """Resolve a checked configuration on this machine.
 
     Raises EngineMissing for an option without an engine, HardwareMissing for a device that is not there,
-    ConfigError for a size that cannot be read.
+    ConfigError for a size that cannot be read and for choices that exclude each other.
     """
-    baseline = config.baseline
-    refuse_missing("baseline", {"name": baseline.name, "missing": baseline.missing})
-    refuse_missing("workload", config.workload)
+    baseline, cache, hardware = config.baseline, config.cache, config.hardware
     if baseline.cache is None and baseline.engine is None:
         raise ConfigError(
             f"baseline={baseline.name} names no cache manager and no engine; give baseline.cache a _target_."
         )
-    if baseline.engine is not None and baseline.simulated is None and config.hardware.simulated:
+    if baseline.engine is not None and baseline.simulated is None and hardware.simulated:
         raise EngineMissing(
-            f"baseline={baseline.name} runs for real, and hardware={config.hardware.name} is simulated; use "
+            f"baseline={baseline.name} runs for real, and hardware={hardware.name} is simulated; use "
             "hardware=local, or a baseline in the engine."
         )
-    sizes = [  # before the device, whose library takes seconds to import
-        None if size == AUTO and tier == "gpu" else parse_capacity(size, f"cache.{tier}")
-        for tier, size in (("gpu", config.cache.gpu), ("cpu", config.cache.cpu))
-    ]
-    disk_size = parse_capacity(config.cache.disk, "cache.disk")
-    device = find_device(config.hardware)
-    profile = _profile(config)
+    # Before the device, whose library takes seconds to import.
+    gpu_size = None if cache.gpu == AUTO else parse_capacity(cache.gpu, "cache.gpu")
+    cpu_size, disk_size = parse_capacity(cache.cpu, "cache.cpu"), parse_capacity(cache.disk, "cache.disk")
+    device = find_device(hardware)
+    profile = None
+    if hardware.profile is not None and not awaits_profile(config):
+        from pensieve.sim.machine_profile import read_profile  # brings numpy, which a mistake need not wait for
+
+        profile = read_profile(hardware.profile)
     model = model_spec(config.model, device, str(profile.where["dtype"]) if profile and device.simulated else None)
-    chunk = config.cache.chunk_tokens
-    if config.cache.windows == "slide" or model.states:
-        model = _sliding(config, device, model)
-    disk = _blocks(disk_size, model, chunk)  # of the machine, whose devices share it
-    if device.divided:
-        _check_divided(config, device, model, disk)
-    if config.hardware.router != "single" and not device.simulated:
-        what = f"hardware.router={config.hardware.router} starts replicas of our engine, a process each"
-        _refuse_with(what, {f"baseline={baseline.name} is an engine of others": baseline.engine is not None})
-    _check_disk(config, device, disk)
     if profile is not None:
-        profile.refuse_other(model, chunk)
-    gpu, cpu = (0 if size is None else _blocks(size, model, chunk) * device.count for size in sizes)
+        profile.refuse_other(model, cache.chunk_tokens)
+    slides = cache.windows == "slide" or bool(model.states)
+    has_disk = bool(disk_size.bytes or disk_size.tokens)
+    _refuse_what_excludes_each_other(config, device, model, slides, has_disk)
+    model = replace(model, slides=slides and bool(model.windowed_layers or model.states))
     total = baseline.kv_budget == "total" and not baseline.cpu_tier
+    cpu = _blocks(cpu_size, model, cache.chunk_tokens) * device.count
+    disk = _blocks(disk_size, model, cache.chunk_tokens)  # of the machine, whose devices share it
     plan = TrialPlan(
         config=config,
         model=model,
-        hardware=hardware_spec(config.hardware, device, profile),
+        hardware=hardware_spec(hardware, device, profile),
         device=device,
         weights="none" if device.simulated else weights_kind(config.model),
-        budget_gpu_blocks=gpu,
+        budget_gpu_blocks=0,
         budget_cpu_blocks=cpu,
-        gpu_blocks=gpu + cpu if total else gpu,
+        gpu_blocks=0,
         cpu_blocks=cpu if baseline.cpu_tier else 0,
         disk_blocks=disk if baseline.cpu_tier else 0,
     )
-    return _sized(plan, total) if plan.gpu_auto else plan
+    if gpu_size is not None:
+        gpu = _blocks(gpu_size, model, cache.chunk_tokens) * device.count
+    else:  # the same for every baseline: memory is kept free for the CPU tier even where a baseline has none
+        gpu = auto_gpu_blocks(plan, cpu * plan.block_bytes)
+    return replace(plan, budget_gpu_blocks=gpu, gpu_blocks=gpu + cpu if total else gpu)
 
 
 def awaits_profile(config: TrialConfig) -> bool:
@@ -365,15 +352,6 @@ def awaits_profile(config: TrialConfig) -> bool:
     )
 
 
-def _profile(config: TrialConfig) -> MachineProfile | None:
-    """What hardware.profile names. Raises ConfigError for a file that is not there, or is no profile."""
-    if config.hardware.profile is None or awaits_profile(config):
-        return None
-    from pensieve.sim.machine_profile import read_profile  # brings numpy, which a mistake need not wait for
-
-    return read_profile(config.hardware.profile)
-
-
 def _blocks(size: Capacity, model: ModelSpec, chunk_tokens: int) -> int:
     """Whole blocks that fit. A size in tokens is that of whole ones, so that it is as many bytes where KV slides."""
     return (
@@ -383,85 +361,47 @@ def _blocks(size: Capacity, model: ModelSpec, chunk_tokens: int) -> int:
     )
 
 
-def _sliding(config: TrialConfig, device: Device, model: ModelSpec) -> ModelSpec:
-    """The model whose KV does not stay behind its windows; as it is, if no layer has one. Of layers with a state only that
-    stays. Raises HardwareMissing on a real machine, ConfigError for what keeps or needs all KV."""
-    if not device.simulated:
+def _refuse_what_excludes_each_other(
+    config: TrialConfig, device: Device, model: ModelSpec, slides: bool, has_disk: bool
+) -> None:
+    """slides: KV behind a window, or a state's, does not stay. Raises HardwareMissing, ConfigError."""
+    cache, baseline, hardware = config.cache, config.baseline, config.hardware
+    gpus, heads, windowed = device.count, model.kv_heads, bool(model.windowed_layers or model.states)
+    replicas = hardware.router != "single" and not device.simulated
+    keeps_whole = (baseline.cache or {}).get("_target_") != KEEPS_WINDOWS_WHOLE
+    everywhere = not model.states and model.windowed_layers == model.attending_layers
+    fewer = next(count for count in range(gpus, 0, -1) if heads % count == 0)
+    outside, by_one = f"baseline={baseline.name} is an engine of others", "scheduler.copy_ahead=never loads by chunks"
+    kept = f"model={model.name} keeps a state" if model.states else "cache.windows=slide gives up KV behind a window"
+    divides, disk = f"hardware.gpus={gpus} divides the model", f"cache.disk={cache.disk} keeps whole chunks"
+    if slides and not device.simulated:
         raise HardwareMissing(
-            f"model={model.name} has layers that keep a state in place of KV, which no real cache here keeps. Use another "
-            "model, or a simulated machine such as hardware=sim_h100."
-            if model.states
-            else "cache.windows=slide counts what a cache could save; the real one keeps the KV of sliding windows whole. "
-            "Use cache.windows=whole, or a simulated machine such as hardware=sim_h100."
+            f"{kept}, which no real cache here does; use a simulated machine such as hardware=sim_h100."
         )
-    if not model.windowed_layers and not model.states:
-        return model
-    disk = parse_capacity(config.cache.disk)
-    _refuse_with(
-        f"model={model.name} keeps one state of a conversation"
-        if model.states
-        else "cache.windows=slide gives up KV that has left its window",
-        {
-            f"baseline={config.baseline.name} has no cache that does": (config.baseline.cache or {}).get("_target_")
-            != KEEPS_WINDOWS_WHOLE,
-            f"all layers of model={model.name} have one": model.windowed_layers == model.attending_layers,
-            f"cache.disk={config.cache.disk} keeps whole chunks": bool(disk.bytes or disk.tokens),
-            "scheduler.copy_ahead=never loads chunks one by one": config.scheduler.copy_ahead == "never",
-        },
-    )
-    return replace(model, slides=True)
-
-
-def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_blocks: int) -> None:
-    """Raises ConfigError where the model cannot be divided among the devices, or with it what else is asked for."""
-    gpus, heads = device.count, model.kv_heads
-    if heads % gpus:
-        fewer = next(count for count in range(gpus, 0, -1) if heads % count == 0)
+    if device.divided and heads % gpus:
         raise ConfigError(
             f"hardware.gpus={gpus}: model={model.name} has {heads} KV heads, which cannot be divided evenly among {gpus}; "
             f"use hardware.gpus={fewer}, or another model."
         )
-    _refuse_with(
-        f"hardware.gpus={gpus} divides the model among processes",
-        {
-            f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
-            f"cache.disk={config.cache.disk} keeps whole chunks": disk_blocks > 0,
-        },
-    )
-
-
-def _refuse_with(what: str, given: Mapping[str, bool]) -> None:
-    for reason in (reason for reason, asked in given.items() if asked):
-        raise ConfigError(f"{what}, and {reason}; leave one of the two out.")
-
-
-def _check_disk(config: TrialConfig, device: Device, disk_blocks: int) -> None:
-    """Raises HardwareMissing where a disk tier is asked for and cannot be."""
-    if not disk_blocks:
-        return
-    if device.kind == "cuda":
-        raise HardwareMissing(
-            f"cache.disk={config.cache.disk} has no path to a GPU's memory yet; use cache.disk=0, or hardware=cpu, or a "
-            "simulated GPU such as hardware=sim_h100."
-        )
-    if device.kind == "cpu" and plans_in_flight(device, config.hardware.depth) > 1:
-        raise HardwareMissing("cache.disk needs hardware.depth=1 (what auto is on a CPU): set one of the two.")
-    if device.simulated and not config.hardware.disk_bw:
-        raise ConfigError("hardware.disk_bw has no value, and a simulated machine with cache.disk needs it; set it.")
-
-
-def _sized(plan: TrialPlan, total: bool) -> TrialPlan:
-    """The plan with the GPU tier that fits. Every baseline gets the same: memory is kept free for the CPU tier even where a
-    baseline has none."""
-    if total and not plan.device.shared:
-        raise ConfigError(
-            "cache.gpu=auto fills the device, so baseline.kv_budget=total has nothing to add to it; give cache.gpu a size, "
-            "or use baseline.kv_budget=device."
-        )
-    cpu_bytes = plan.budget_cpu_blocks * plan.block_bytes
-    share = plan.config.hardware.memory_share
-    gpu = auto_gpu_blocks(plan.device, plan.model, plan.activation_bytes, cpu_bytes, plan.block_bytes, share)
-    return replace(plan, budget_gpu_blocks=gpu, gpu_blocks=gpu + plan.budget_cpu_blocks if total else gpu)
+    for what, beside, together in (
+        (kept, f"baseline={baseline.name} has no cache that does", slides and windowed and keeps_whole),
+        (kept, f"all layers of model={model.name} have one", slides and windowed and everywhere),
+        (kept, disk, slides and windowed and has_disk),
+        (kept, by_one, slides and windowed and config.scheduler.copy_ahead == "never"),
+        (divides, outside, device.divided and baseline.engine is not None),
+        (divides, disk, device.divided and has_disk),
+        (f"hardware.router={hardware.router} starts replicas", outside, replicas and baseline.engine is not None),
+        (disk, "no path leads to a GPU's memory yet", has_disk and device.kind == "cuda"),
+        (disk, f"hardware.depth={hardware.depth}", has_disk and device.kind == "cpu" and hardware.depth == 2),
+        (disk, "hardware.disk_bw has no value", has_disk and device.simulated and not hardware.disk_bw),
+        (
+            "cache.gpu=auto fills the device",
+            "baseline.kv_budget=total adds to it",
+            cache.gpu == AUTO and baseline.kv_budget == "total" and not baseline.cpu_tier and not device.shared,
+        ),
+    ):
+        if together:
+            raise ConfigError(f"{what}, and {beside}; change one of the two.")
 
 
 def plans_in_flight(device: Device, asked: Literal["auto", 1, 2]) -> int:
@@ -478,40 +418,26 @@ def memory_share(device: Device, asked: float | None) -> float:
     return CPU_SHARE if device.shared else GPU_SHARE
 
 
-def auto_gpu_blocks(
-    device: Device,
-    model: ModelSpec,
-    activation_bytes: int,
-    cpu_bytes: int,
-    block_bytes: int,
-    asked_share: float | None,
-    free_bytes: int | None = None,
-) -> int:
+def auto_gpu_blocks(plan: TrialPlan, cpu_bytes: int, free_bytes: int | None = None) -> int:
     """Blocks of the GPU tier where cache.gpu=auto: what weights, one iteration and (on a CPU) the CPU tier leave.
 
     Simulated: exact. A GPU: from its total memory, since nothing is loaded yet; the started worker measures again, and its
-    number is used. A CPU: from its free memory, rounded down to a power of two of blocks, so that consecutive trials get
-    the same although a few MB more or less are free. Raises HardwareMissing with the numbers.
+    number is used. A CPU: from its free memory (`free_bytes`, if given), rounded down to a power of two of blocks, so that
+    consecutive trials get the same although a few MB more or less are free. Raises HardwareMissing with the numbers.
     """
-    share = memory_share(device, asked_share)
-    if device.shared:
-        there = free_host_memory_bytes() if free_bytes is None else free_bytes
-        room = int(share * there) - model.weight_bytes - activation_bytes - cpu_bytes
-        blocks = max(0, room) // block_bytes
-        blocks = 1 << (blocks.bit_length() - 1) if blocks else 0
-    else:
-        there = device.gpu_bytes
-        room = int(share * there) - model.weight_bytes - activation_bytes
-        blocks = max(0, room) // block_bytes
+    device, model = plan.device, plan.model
+    there = device.gpu_bytes if not device.shared else free_host_memory_bytes() if free_bytes is None else free_bytes
+    share = memory_share(device, plan.config.hardware.memory_share)
+    need = model.weight_bytes + plan.activation_bytes + cpu_bytes * device.shared
+    blocks = max(0, int(share * there) - need) // plan.block_bytes
+    if device.shared and blocks:
+        blocks = 1 << (blocks.bit_length() - 1)
     if blocks >= LEAST_GPU_BLOCKS:
         return blocks
-    cpu = f", the CPU tier {format_bytes(cpu_bytes)}" if device.shared else ""
     raise HardwareMissing(
-        f"cache.gpu=auto finds no room: hardware.memory_share={share:g} of the {format_bytes(there)} "
-        f"{'free' if device.shared else 'of memory'} on {device.label} is {format_bytes(int(share * there))}. Of that "
-        f"model={model.name} takes {format_bytes(model.weight_bytes)} in {model.dtype}, an iteration "
-        f"{format_bytes(activation_bytes)}{cpu}. Use a smaller model{' or cache.cpu' if device.shared else ''}, or raise "
-        "hardware.memory_share."
+        f"cache.gpu=auto finds no room: hardware.memory_share={share:g} of the {format_bytes(there)} on {device.label} is "
+        f"{format_bytes(int(share * there))}, of which model={model.name} in {model.dtype}, an iteration and what else is "
+        f"there take {format_bytes(need)}. Use a smaller model or cache.cpu, or raise hardware.memory_share."
     )
 
 

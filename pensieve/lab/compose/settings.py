@@ -28,7 +28,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from pensieve.errors import ConfigError, EngineMissing, PensieveError
-from pensieve.lab.compose.conf import ended, nearest, options
+from pensieve.lab.compose.conf import ended, meant
 from pensieve.lab.workload.cache_state import CacheState
 from pensieve.plugins.overlap import AskedCopyAhead
 
@@ -100,7 +100,7 @@ class SchedulerConfig(_Group):
 
 class BaselineConfig(_Group):
     """cache: the cache manager of a baseline in the engine; below: a tier under its CPU tier. engine: an outside engine, in
-    its place; simulated: what stands for that on a simulated machine. missing: one that is not supported yet."""
+    its place; simulated: what stands for that on a simulated machine."""
 
     name: str
     cache: dict[str, Any] | None = None
@@ -109,7 +109,6 @@ class BaselineConfig(_Group):
     simulated: dict[str, Any] | None = None
     cpu_tier: bool = False
     kv_budget: Literal["device", "total"] = "device"
-    missing: str | None = None
 
 
 class HardwareTerms(_Group):
@@ -180,18 +179,10 @@ class HardwareConfig(_Group):
 
     @model_validator(mode="after")
     def _fields_belong_together(self) -> HardwareConfig:
-        for wrong, sentence in (
-            (
-                self.router == "single" and self.replicas > 1,
-                "hardware.replicas need a router: set hardware.router=affinity, say",
-            ),
-            (
-                not self.simulated and not self.pipelined_swap_in,
-                "hardware.pipelined_swap_in=false is for simulated machines; use hardware=sim_h100, say",
-            ),
-        ):
-            if wrong:
-                raise ValueError(sentence)
+        if self.router == "single" and self.replicas > 1:
+            raise ValueError("hardware.replicas need a router: set hardware.router=affinity, say")
+        if not self.simulated and not self.pipelined_swap_in:
+            raise ValueError("hardware.pipelined_swap_in=false is for simulated machines; use hardware=sim_h100, say")
         return self
 
 
@@ -266,11 +257,12 @@ OmegaConf.register_new_resolver("vllm_run", _setting_of_run, replace=True)
 
 def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as plain values, every interpolation resolved, without Hydra's own node, and with what only a model's
-    own files say. Raises ConfigError, and what weights.completed and reading.setting raise."""
+    own files say. Raises ConfigError, and what model_files.completed and vllm_run.setting raise."""
+    plain = cfg
     if isinstance(cfg, DictConfig):
         try:
             unset = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
-            plain = OmegaConf.to_container(cfg, resolve=True)
+            plain = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
             said: BaseException | None = error
             while isinstance(said, OmegaConfBaseException):
@@ -279,14 +271,7 @@ def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
                 raise said from None
             raise ConfigError(f"The configuration cannot be resolved: {str(error).splitlines()[0]}.") from error
         if unset:
-            group = unset[0].partition(".")[0]
-            raise ConfigError(
-                f"{unset[0]} has no value: {group}=base only holds what the others share; choose one of: "
-                f"{', '.join(options(group))}."
-            )
-        assert isinstance(plain, dict)
-    else:
-        plain = dict(cfg)
+            raise ConfigError(f"{unset[0]} has no value; set it, or choose an option of its group other than base.")
     kept = {str(key): value for key, value in plain.items() if key not in ("hydra", "experiment")}
     if isinstance(kept.get("model"), Mapping):
         from pensieve.lab.compose.model_files import completed  # which builds on this module's fields
@@ -309,61 +294,31 @@ def _validated(model: type[Node], plain: Mapping[str, Any], *group: str) -> Node
     try:
         return model.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error, plain, _names(model), *group)) from None
+        raise ConfigError(explain_invalid(error, plain, *group)) from None
 
 
-Names = Mapping[str, "Names"]
-"""The fields of a group, and of the groups in it."""
-
-
-def _names(annotation: Any) -> Names:
-    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-        return {}
-    return {name: _names(field.annotation) for name, field in annotation.model_fields.items()}
-
-
-def explain_invalid(error: ValidationError, given: Mapping[str, Any], names: Names, *group: str) -> str:
-    """One sentence about the first thing that is wrong, an unknown field before all others.
-
-    given: what was validated, of which `names` are the fields; group: where it is in the configuration.
-    """
+def explain_invalid(error: ValidationError, given: Mapping[str, Any], *group: str) -> str:
+    """One sentence about the first thing that is wrong, an unknown field before all others. given: what was validated;
+    group: where it is in the configuration."""
     errors = error.errors()
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     path, value = list(group), given
     for part in first["loc"]:
         if not isinstance(value, Mapping):
             break  # what follows is a place in a list, or a member of a union
-        names = names if len(path) == len(group) else names.get(path[-1], {})
         path.append(str(part))
         value = value.get(str(part))  # type: ignore[assignment]
-    field, beside = ".".join(path), ".".join(path[:-1])
+    field, said = ".".join(path), first["msg"].removeprefix("Value error, ").rstrip(".")
     if first["type"] == "extra_forbidden":
-        return ended(f"The field {field} is unknown{nearest(field, (f'{beside}.{one}'.strip('.') for one in names))}")
+        return ended(f"The field {field} is unknown{meant(field)}")
     if first["type"] == "missing":
         return f"The field {field} has no value; set it."
-    if first["type"] == "list_type":
-        return f"{field} takes a list; write {field}=[{value}]."
-    deep = len(path) - len(group)
-    of_a_union = [
-        e["msg"] for e in errors if e["loc"][:deep] == first["loc"][:deep] and len(e["loc"]) > deep and e is not first
-    ]
-    said = first["msg"].removeprefix("Value error, ").rstrip(".")
-    said = " or ".join([said, *(text.removeprefix("Input should be ") for text in of_a_union)])
     if isinstance(value, Mapping):  # what is wrong is said of fields together, and names them
-        return f"{said}." if said.startswith(f"{field}.") else f"{field}: {said}."
+        return f"{field}: {said}."
     return f"{field}={value!r} cannot be used: {said}."
 
 
-NOT_HERE = "this version does not have it: CHANGELOG.md says what moved where"
-_NOT_ARGUMENTS = {"_target_", "_partial_", "_convert_", "_recursive_", "name", "missing", "inspect"}
-
-
-def refuse_missing(group: str, node: Mapping[str, Any]) -> None:
-    """Raise EngineMissing for an option whose YAML says that its engine is not there."""
-    if node.get("missing"):
-        raise EngineMissing(
-            f"{group}={node.get('name')} ({node['missing']}) has no engine in this version yet; choose another {group}."
-        )
+_NOT_ARGUMENTS = {"_target_", "_partial_", "_convert_", "_recursive_", "name", "inspect"}
 
 
 def locate(dotted: str, option: str) -> Any:
@@ -371,17 +326,19 @@ def locate(dotted: str, option: str) -> Any:
     module_name, _, attribute = dotted.rpartition(".")
     if not module_name:
         raise ConfigError(f"{option} names {dotted!r}; write a dotted path such as my_module.MyClass.")
+    missing = dotted
     try:
         module = importlib.import_module(module_name)
+        if hasattr(module, attribute):
+            return getattr(module, attribute)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise EngineMissing(_missing(option, dotted)) from error
-        if error.name is not None and error.name.startswith("pensieve."):
-            raise EngineMissing(f"{option} imports {error.name}, and {NOT_HERE}.") from error
-        raise EngineMissing(f"{option} needs the package {error.name}, which is not installed.") from error
-    if not hasattr(module, attribute):
-        raise EngineMissing(_missing(option, dotted))
-    return getattr(module, attribute)
+        if error.name and not f"{module_name}.".startswith(f"{error.name}."):
+            missing = error.name  # which the module imports
+    if missing.startswith("pensieve."):
+        why = "this version does not have it: CHANGELOG.md says what moved where"
+    else:
+        why = "it cannot be found from the current folder" if missing == dotted else "it is not installed"
+    raise EngineMissing(f"{option} needs {missing}, and {why}; choose another option.")
 
 
 def factory(group: str, node: Mapping[str, Any], given: tuple[str, ...] = ()) -> Callable[..., Any]:
@@ -390,7 +347,6 @@ def factory(group: str, node: Mapping[str, Any], given: tuple[str, ...] = ()) ->
     Raises EngineMissing where the target is not there, ConfigError for a field that it does not take or whose type it
     refuses, each naming the field.
     """
-    refuse_missing(group, node)
     option = f"{group}={node.get('name', '?')}"
     if "_target_" not in node:
         raise ConfigError(f"{option} has no _target_; give the dotted path of its class.")
@@ -406,7 +362,10 @@ def _bind(group: str, target: Any, fields: Mapping[str, Any], given: tuple[str, 
     a default (a context, a policy) is the caller's to pass.
     """
     parameters = inspect.signature(target).parameters
-    hints = _hints(target)
+    try:
+        hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    except (NameError, TypeError):
+        hints = {}  # names imported for type checking only: the field names are checked all the same
     accepted: dict[str, Any] = {}
     for name, p in parameters.items():
         optional = p.default is not p.empty
@@ -419,19 +378,12 @@ def _bind(group: str, target: Any, fields: Mapping[str, Any], given: tuple[str, 
     try:
         return dict(TypeAdapter(arguments).validate_python(fields))
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error, fields, {key: {} for key in accepted}, group)) from error
+        raise ConfigError(explain_invalid(error, fields, group)) from error
 
 
 def _instantiated(value: Any) -> Any:
     """A field that describes an object. Only such go through Hydra, which would turn a tuple into a list."""
     return instantiate(value, _convert_="all") if isinstance(value, dict) and "_target_" in value else value
-
-
-def _hints(target: Any) -> dict[str, Any]:
-    try:
-        return get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
-    except (NameError, TypeError):
-        return {}  # names imported for type checking only: the field names are checked all the same
 
 
 def _checkable(hint: Any) -> Any:
@@ -441,8 +393,3 @@ def _checkable(hint: Any) -> Any:
     except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation):
         return Any
     return hint
-
-
-def _missing(option: str, dotted: str) -> str:
-    hint = NOT_HERE if dotted.startswith("pensieve.") else "it cannot be found from the current folder"
-    return f"{option} needs {dotted}, and {hint}; choose another option."

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +19,11 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from pensieve.errors import ConfigError, EngineMissing
+from pensieve.errors import ConfigError
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import TrialConfig, check, resolved
 from pensieve.lab.results.identity import numbers_by_value
@@ -60,20 +58,6 @@ def in_turn(config: DictConfig) -> bool:
     return bool(hydra.launcher._target_ == BASIC_LAUNCHER and plain and list(hydra.callbacks) == ["sweep"])
 
 
-def refuse_missing_launcher(config: DictConfig) -> None:
-    """Raises EngineMissing: Hydra itself looks for its launcher when the sweep has begun."""
-    target = str(config.hydra.launcher._target_)
-    try:
-        import_module(target.rpartition(".")[0])
-    except ModuleNotFoundError as error:
-        parts = target.split(".")
-        package = parts[1] if parts[0] == "hydra_plugins" and str(error.name) in target else str(error.name)
-        raise EngineMissing(
-            f"hydra/launcher={config.hydra.runtime.choices['hydra/launcher']} needs a package that is not installed: "
-            f"pip install {package.replace('_', '-')}."
-        ) from None
-
-
 def plan_jobs(config: DictConfig) -> Jobs:
     """Make baseline the innermost axis in the sweeper's own parameters, then list the jobs.
 
@@ -83,54 +67,30 @@ def plan_jobs(config: DictConfig) -> Jobs:
     if config.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
         raise ConfigError("A sweep runs every combination of its axes; leave hydra/sweeper as it is.")
     given = [str(text) for text in config.hydra.overrides.task]
-    loader = GlobalHydra.instance().config_loader()
-    parser = OverridesParser.create(config_loader=loader)
-    params = {str(k): str(v) for k, v in (config.hydra.sweeper.params or {}).items()}
-    given = [_without_repeats(o) for o in parser.parse_overrides(given)]
-    with read_write(config.hydra.overrides), open_dict(config.hydra.overrides):
-        config.hydra.overrides.task = given
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     typed = {o.get_key_element(): o for o in parser.parse_overrides(given)}
-    swept = {key: o for key, o in typed.items() if o.is_sweep_override()}
-    if "experiment" in swept or "," in params.get("experiment", ""):
+    params = {str(k): str(v) for k, v in (config.hydra.sweeper.params or {}).items()}
+    params |= {key: str(o.input_line).partition("=")[2] for key, o in typed.items() if o.is_sweep_override()}
+    # baseline varies fastest, so that baselines interleave.
+    params = dict(sorted(params.items(), key=lambda one: one[0] == INNERMOST))
+    with read_write(config.hydra.sweeper), open_dict(config.hydra.sweeper):
+        config.hydra.sweeper.params = params
+    overrides = parser.parse_overrides([f"{key}={value}" for key, value in params.items()] + given)
+    final = {o.get_key_element(): o for o in overrides}
+    axes = {key: tuple(o.sweep_string_iterator()) for key, o in final.items() if o.is_sweep_override()}
+    if "experiment" in axes:
         raise ConfigError(
             "experiment cannot be swept: the axes that an overlay states would be ignored; run one after another."
         )
-    objective = next((key for key in (*params, *swept) if key.startswith("slo.")), None)
-    if objective:
-        raise ConfigError(
-            f"{objective} cannot be swept: a trial is judged by one objective at a time; run one after another, which only "
-            "judges the turns again."
-        )
-    ordered = _innermost_last(params, swept)
-    with read_write(config.hydra.sweeper), open_dict(config.hydra.sweeper):
-        config.hydra.sweeper.params = ordered
-    overrides = parser.parse_overrides([f"{key}={value}" for key, value in ordered.items()] + given)
-    jobs = BasicSweeper.split_arguments(overrides, None)[0]
-    final = {o.get_key_element(): o for o in overrides}
-    axes = {key: tuple(o.sweep_string_iterator()) for key, o in final.items() if o.is_sweep_override()}
+    for key, values in axes.items():
+        if key.startswith("slo."):
+            raise ConfigError(
+                f"{key} cannot be swept: it runs nothing, and a sweep is judged by one objective at a time."
+            )
+        if len({numbers_by_value(value) for value in values}) < len(values):
+            raise ConfigError(f"{key}={','.join(values)} names a value twice; each is one trial.")
     fixed = tuple(sorted(str(o.input_line) for key, o in final.items() if key not in axes))
-    return Jobs(fixed, axes, tuple(tuple(job) for job in jobs))
-
-
-def _without_repeats(override: Override) -> str:
-    """As typed, but with each value of a sweep once: `seed=0,0` is one trial, and not two that are counted as two, and so is
-    `workload.pressure=2,2.0`."""
-    if not override.is_discrete_sweep():
-        return str(override.input_line)
-    values = list(override.sweep_string_iterator())
-    once: dict[str, str] = {}
-    for value in values:
-        once.setdefault(numbers_by_value(value), value)
-    if len(once) == len(values):
-        return str(override.input_line)
-    return f"{override.get_key_element()}={','.join(once.values())}"
-
-
-def _innermost_last(params: Mapping[str, str], swept: Mapping[str, Override]) -> dict[str, str]:
-    """The sweeper's parameters in the order in which they vary, baseline last (fastest), so that baselines interleave."""
-    keys = [*params, *(key for key in swept if key not in params)]
-    keys.sort(key=lambda key: key == INNERMOST)
-    return {key: str(swept[key].input_line).partition("=")[2] if key in swept else params[key] for key in keys}
+    return Jobs(fixed, axes, tuple(tuple(job) for job in BasicSweeper.split_arguments(overrides, None)[0]))
 
 
 def compose_job(config_name: str, overrides: Sequence[str]) -> DictConfig:
@@ -180,7 +140,6 @@ class SweepCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
         with in_a_sentence(hydra_goes_on=True):
-            refuse_missing_launcher(config)
             jobs = plan_jobs(config)
             configs, checked, plans = [], [], []
             for cfg in compose_jobs(config, jobs):  # a mistake is told before the other jobs are composed
@@ -194,8 +153,8 @@ class SweepCallback(Callback):
 
             self._sweep = open_sweep(config, jobs, configs, plans)
             if in_turn(config):  # Hydra would compose each of them twice more
-                folder = Path(str(config.hydra.sweep.dir)).absolute()
-                self._sweep.run(folder, jobs, configs, all(plan.device.simulated for plan in plans))
+                beside = all(plan.device.simulated and plan.config.trial.isolate == "auto" for plan in plans)
+                self._sweep.run(Path(str(config.hydra.sweep.dir)).absolute(), jobs, configs, beside)
                 sys.exit(0 if self._sweep.finish() else 1)
 
     def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:

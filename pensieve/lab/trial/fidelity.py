@@ -11,8 +11,7 @@ the median of the others, reckoned alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -22,7 +21,6 @@ from pensieve.lab.results.frame import Frame, values_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.trial.job import MEASURED_AT
 from pensieve.lab.turns import Turns
 from pensieve.units import NONE, grid
 
@@ -129,7 +127,6 @@ HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT = 1.0, 5.0, 10.0
 """What each error may come to: hit rates in points, by tier; output tokens a second; first tokens, mean over turns."""
 _HITS = {"gpu_hit_rate": "GPU", "cpu_hit_rate": "CPU", "miss_rate": "missed"}
 FLOW, TTFT = "throughput_output_tok_s", "ttft"
-_AXIS = "hardware"
 _LEGEND = (
     "Simulated: how far each simulation is from the median of n real repeats. Real again: how far each of these is from "
     "that of the others. Both are mean sizes, with the sign of their mean. Hit rates by tier and miss rate: in points. "
@@ -145,25 +142,22 @@ class Observed(NamedTuple):
     ttft_ms: pd.Series[float]
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(NamedTuple):
     """One place of the sweep. simulated: against the median of the real repeats, None where one of the two is missing; real:
-    a repeat against that of the others, None below two. Both are means of sizes. unpaired: simulations by a profile that
-    the real trial of their repeat did not measure, where it measured one."""
+    a repeat against that of the others, None below two. Both are means of sizes."""
 
     place: str
     repeats: int
     simulated: Errors | None
     real: Errors | None
-    unpaired: int = 0
 
-
-def within(errors: Errors | None) -> bool:
-    """Hits may be unknown, where there is no history; what has no throughput or no first tokens is not within."""
-    if errors is None:
-        return False
-    hits = (errors[list(_HITS)].dropna().abs() <= HIT_POINTS).all()
-    return bool(hits and abs(errors[FLOW]) <= THROUGHPUT_PCT and abs(errors[TTFT]) <= TTFT_PCT)
+    @property
+    def holds(self) -> bool:
+        """Hits may be unknown, where there is no history; what has no throughput or no first tokens does not hold."""
+        if self.simulated is None:
+            return False
+        hits = (self.simulated[list(_HITS)].dropna().abs() <= HIT_POINTS).all()
+        return bool(hits and abs(self.simulated[FLOW]) <= THROUGHPUT_PCT and abs(self.simulated[TTFT]) <= TTFT_PCT)
 
 
 def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
@@ -180,29 +174,37 @@ def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
     return off
 
 
-def real_against_real(repeats: Sequence[Observed]) -> Errors | None:
-    """The mean size of each repeat's errors against the others."""
-    if len(repeats) < 2:
-        return None
-    return mean_of(errors_of(one, [*repeats[:place], *repeats[place + 1 :]]) for place, one in enumerate(repeats))
-
-
-def mean_of(errors: Iterable[Errors]) -> Errors:
-    """Mean sizes, with the sign of the mean; NaN where one of them is."""
+def mean_of(errors: Iterable[Errors]) -> Errors | None:
+    """Mean sizes, with the sign of the mean; NaN where one of them is, None where there is none."""
     import pandas as pd
 
     each = pd.DataFrame(list(errors))
-    return pd.Series(np.copysign(each.abs().mean(skipna=False), each.mean()))
+    return None if each.empty else pd.Series(np.copysign(each.abs().mean(skipna=False), each.mean()))
+
+
+def compared(place: str, real: Sequence[Observed], simulated: Sequence[Observed]) -> Compared:
+    again = (errors_of(one, [*real[:at], *real[at + 1 :]]) for at, one in enumerate(real) if len(real) > 1)
+    return Compared(place, len(real), mean_of(errors_of(one, real) for one in simulated if real), mean_of(again))
 
 
 def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
-    """The table and the verdict_here of a sweep that ran on a machine and on its profile; None for any other."""
-    compared = compare(Frame(store, sweep_id))
-    if not compared:
+    """The table and the verdict of a sweep that ran on a machine and on its profile, by place of its other axes; None where
+    no trial goes by a profile, or all do. A place that lacks one of the two is not within the limits."""
+    found, places, both = Frame(store, sweep_id), list[Compared](), False
+    for group in found.panels("hardware"):
+        for baseline, trials in group.trials.items():
+            for seed in sorted({trial.seed for trial in trials}):
+                own = [trial for trial in trials if trial.seed == seed]
+                real = [_observed(found, trial) for trial in own if not trial.simulated]
+                simulated = [_observed(found, trial) for trial in own if trial.simulated and _goes_by_a_profile(trial)]
+                text = ", ".join(filter(None, (group.text, baseline, f"seed {seed}")))
+                places.append(compared(text, real, simulated))
+                both = both or bool(real and simulated)
+    if not both:
         return None
     heads = {**_HITS, FLOW: "tok/s", TTFT: "TTFT"}
     lines = []
-    for one in compared:
+    for one in places:
         line = {"": one.place, "n": str(one.repeats)}
         for name, head in heads.items():
             ours, theirs = (np.nan if errors is None else errors[name] for errors in (one.simulated, one.real))
@@ -210,54 +212,16 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
             line[head] = f"{shown}/{NONE if np.isnan(theirs) else f'{abs(theirs):.1f}'}"
         lines.append(line)
     table = grid(lines, "This machine's simulation, against the machine", fold=True)
-    return Group(table, _LEGEND, verdict_here(compared))
+    return Group(table, _LEGEND, verdict_here(places))
 
 
-def compare(found: Frame) -> list[Compared]:
-    """Each place of the sweep's other axes; none where no trial goes by a profile. A place that lacks one of the two has no
-    errors, and so is not within the limits."""
-    compared, both = [], False
-    for group in found.panels(_AXIS):
-        for baseline, trials in group.trials.items():
-            for seed in sorted({trial.seed for trial in trials}):
-                own = [trial for trial in trials if trial.seed == seed]
-                real = [trial for trial in own if not trial.simulated]
-                simulated = [trial for trial in own if trial.simulated and _profile_of(trial) is not None]
-                place = ", ".join(filter(None, (group.text, baseline, f"seed {seed}")))
-                observed = [_observed(found, trial) for trial in real]
-                errors = None
-                if real and simulated:
-                    errors = mean_of(errors_of(_observed(found, one), observed) for one in simulated)
-                again = real_against_real(observed)
-                compared.append(Compared(place, len(real), errors, again, _unpaired(real, simulated)))
-                both = both or bool(real and simulated)
-    return compared if both else []
-
-
-def _unpaired(real: Sequence[Trial], simulated: Sequence[Trial]) -> int:
-    measured = {trial.repeat: (trial.engine or {}).get(MEASURED_AT) for trial in real}
-    if not any(measured.values()):
-        return 0
-    return sum(measured.get(one.repeat) != (_profile_of(one) or {}).get("measured", {}).get("at") for one in simulated)
-
-
-def verdict_here(compared: Sequence[Compared]) -> str:
+def verdict_here(places: Sequence[Compared]) -> str:
     limits = f"{HIT_POINTS:g} point of hit rate, {THROUGHPUT_PCT:g} % of throughput, {TTFT_PCT:g} % of TTFT"
-    outside = [one for one in compared if one.unpaired or not within(one.simulated)]
-    text = (
-        f"Verdict: holds. All {len(compared)} places are within {limits}."
-        if not outside
-        else f"Verdict: fails at {len(outside)} of {len(compared)} places: {'; '.join(one.place for one in outside)}. The "
-        f"limits are {limits}."
-    )
-    if unpaired := sum(one.unpaired for one in compared):
-        text += (
-            f" {unpaired} simulations go by a profile that the real trial of their repeat did not measure: force=true runs "
-            "them all anew."
-        )
-    if restless := sum(one.real is not None and not within(one.real) for one in compared):
-        text += f" At {restless} places the machine differs from itself by more (real again): it was busy then."
-    return text
+    outside = [one.place for one in places if not one.holds]
+    if not outside:
+        return f"Verdict: holds. All {len(places)} places are within {limits}."
+    at = f"{len(outside)} of {len(places)} places: {'; '.join(outside)}"
+    return f"Verdict: fails at {at}. The limits are {limits}."
 
 
 def _observed(found: Frame, trial: Trial) -> Observed:
@@ -268,7 +232,5 @@ def _observed(found: Frame, trial: Trial) -> Observed:
     return Observed(figures, values_of(found.turns([trial]), "ttft_ms").groupby(["session", "turn"]).last())
 
 
-def _profile_of(trial: Trial) -> Mapping[str, Any] | None:
-    """What a simulated trial's record says of the profile that it goes by."""
-    cost = (trial.engine or {}).get("cost") or {}
-    return cost if cost.get("kind") == "machine profile" else None
+def _goes_by_a_profile(trial: Trial) -> bool:
+    return ((trial.engine or {}).get("cost") or {}).get("kind") == "machine profile"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import mean
+from typing import NamedTuple
 
 from pensieve.core.request import TokenArray
 from pensieve.core.session import common_prefix
@@ -22,77 +23,17 @@ from pensieve.serve.record import TurnRecord, is_measured
 
 _SAME = {"baseline", "eviction", "scheduler", "tracking", "trial", "slo", "repeat"}
 """Groups that do not change what is asked."""
+UNKNOWN = -1  # a reply's token: only the model could say it
 
 
 def print_inspections(configs: Iterable[TrialConfig]) -> None:
     """Print each different workload of these configurations once. Raises what composing and building it raises."""
-    seen: set[str] = set()
-    for config in configs:
-        key = config.model_dump_json(exclude=_SAME)
-        if key not in seen:
-            if seen:
-                print()
-            seen.add(key)
-            plan = plan_trial(config)
-            print("\n".join(inspection_lines(plan, inspection_of(plan))), flush=True)
+    for config in {config.model_dump_json(exclude=_SAME): config for config in configs}.values():
+        plan = plan_trial(config)
+        print(*inspection_lines(plan, inspection_of(plan)), "", sep="\n", flush=True)
 
 
-def inspection_of(plan: TrialPlan) -> Inspection:
-    """The tokenizer is the model's where that is on this machine: an inspection downloads nothing."""
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
-    return inspect(make_workload(plan, tokenizer))
-
-
-def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
-    """The inspection as a page of text; what the model's context cuts off comes first, since the rest is without it."""
-    turns = found.turns
-    per_session = list(Counter(turn.session for turn in turns).values()) or [0]
-    free = " (at most: the model may end earlier)" if found.plan.facts.get("replies") == "free" else ""
-    rates = "all at once"
-    if found.span_s:
-        sessions, requests = found.sessions / found.span_s, len(turns) / found.span_s
-        rates = f"{sessions:.3g} sessions/s and {requests:.3g} requests/s over {found.span_s:,.1f} s"
-    rows = [
-        ("load", f"{found.plan.load}, cache {found.plan.cache_state} at the start"),
-        ("sessions", f"{found.sessions:,}"),
-        ("turns", f"{len(turns):,} measured, {found.warmup_turns:,} warm-up; {mean(per_session):.2f} a session, "
-                  f"at most {max(per_session):,}"),
-        ("new tokens a turn", _spread([turn.new for turn in turns])),
-        ("reply tokens a turn", _spread([turn.reply for turn in turns]) + free),
-        ("prompt tokens a turn", _spread([turn.prompt for turn in turns])),
-        ("reuse", f"{found.reuse:.1%} of all prompt tokens were said before in their own session"),
-        ("rates", f"{rates}, if every reply took no time"),
-        ("working set", _cache(plan, found.plan.working_set_tokens)),
-        *((name, str(value)) for name, value in found.plan.facts.items()),
-    ]  # fmt: skip
-    title = f"workload={plan.config.workload.get('name')}, seed {plan.config.seed}, {plan.model.name}, nothing was run"
-    width = max(len(name) for name, _ in rows)
-    cut = cut_by_context([found.plan.facts])
-    notes = [*([context_cuts(cut)] if cut else []), *byte_notes(found.plan.facts)]
-    return [title, *notes, *(f"  {name:<{width}}  {text}" for name, text in rows)]
-
-
-def _spread(values: Sequence[int]) -> str:
-    """Of each turn; percentiles by nearest rank."""
-    values = values or [0]
-    p50, p90 = (int(nearest_rank(values, p)) for p in (0.5, 0.9))
-    return f"mean {mean(values):,.1f}, p50 {p50:,}, p90 {p90:,}, largest {max(values):,}; {sum(values):,} in all"
-
-
-def _cache(plan: TrialPlan, working: int) -> str:
-    size = plan.chunk_tokens
-    gpu, both = plan.budget_gpu_blocks * size, (plan.budget_gpu_blocks + plan.budget_cpu_blocks) * size
-    tiers = f"{working / gpu:.2f} x cache.gpu ({gpu:,}), {working / both:.2f} x cache.gpu + cache.cpu ({both:,})"
-    return f"{working:,} tokens = {tiers}"
-
-
-# What it would ask, found by answering it at once: no time passes.
-
-UNKNOWN = -1  # a reply's token: only the model could say it
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A turn. new, reply, prompt: tokens of what is sent anew, of the (longest) reply, and of the whole prompt with its
     history."""
 
@@ -126,17 +67,21 @@ class Inspection:
     def span_s(self) -> float:
         """First to last arrival if every reply took no time. Arrivals over it are an upper bound of a rate where the next
         turn waits for the reply."""
-        times = [turn.at_s for turn in self.turns]
-        return max(times) - min(times) if times else 0.0
+        times = [turn.at_s for turn in self.turns] or [0.0]
+        return max(times) - min(times)
+
+
+def inspection_of(plan: TrialPlan) -> Inspection:
+    """The tokenizer is the model's where that is on this machine: an inspection downloads nothing."""
+    return inspect(make_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)))
 
 
 def inspect(workload: Workload) -> Inspection:
     """Drive the workload with a system that answers at once, at full length, and never fails. The workload is used up."""
-    plan = workload.describe()
+    plan, order = workload.describe(), count()
     said: dict[str, TokenArray[int]] = {}
-    heap: list[tuple[float, int, Arrival]] = []
-    order = count()
     turns: list[Asked] = []
+    heap: list[tuple[float, int, Arrival]] = []
 
     def push(arrivals: Iterable[Arrival]) -> None:
         for arrival in arrivals:
@@ -159,3 +104,41 @@ def inspect(workload: Workload) -> Inspection:
         push(workload.on_finished(answered))
     measured = [turn for turn in turns if is_measured(turn.phase)]
     return Inspection(plan, measured, len(turns) - len(measured))
+
+
+def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
+    """The inspection as a page of text; what the model's context cuts off comes first, since the rest is without it."""
+    turns, facts, working = found.turns, found.plan.facts, found.plan.working_set_tokens
+    each = list(Counter(turn.session for turn in turns).values()) or [0]
+    span_s = found.span_s or float("inf")  # all at once
+    sizes = {
+        "cache.gpu": plan.budget_gpu_blocks,
+        "cache.gpu + cache.cpu": plan.budget_gpu_blocks + plan.budget_cpu_blocks,
+    }
+    tiers = [(name, blocks * plan.chunk_tokens) for name, blocks in sizes.items()]
+    rows = {
+        "load": f"{found.plan.load}, cache {found.plan.cache_state} at the start",
+        "sessions": f"{found.sessions:,}, of {mean(each):.2f} turns, at most {max(each):,}",
+        "turns": f"{len(turns):,} measured, {found.warmup_turns:,} warm-up",
+        "new tokens a turn": _spread([turn.new for turn in turns]),
+        "reply tokens a turn": _spread([turn.reply for turn in turns]),
+        "prompt tokens a turn": _spread([turn.prompt for turn in turns]),
+        "reuse": f"{found.reuse:.1%} of all prompt tokens were said before in their own session",
+        "rates": f"{found.sessions / span_s:.3g} sessions/s and {len(turns) / span_s:.3g} requests/s over "
+        f"{found.span_s:,.1f} s, if every reply took no time",
+        "working set": f"{working:,} tokens = "
+        + ", ".join(f"{working / size:.2f} x {name} ({size:,})" for name, size in tiers),
+        **{name: str(value) for name, value in facts.items()},
+    }
+    title = f"workload={plan.config.workload.get('name')}, seed {plan.config.seed}, {plan.model.name}, nothing was run"
+    width = max(map(len, rows))
+    cut = cut_by_context([facts])
+    notes = [*([context_cuts(cut)] if cut else []), *byte_notes(facts)]
+    return [title, *notes, *(f"  {name:<{width}}  {text}" for name, text in rows.items())]
+
+
+def _spread(values: Sequence[int]) -> str:
+    """Of each turn; percentiles by nearest rank."""
+    values = values or [0]
+    p50, p90 = (int(nearest_rank(values, p)) for p in (0.5, 0.9))
+    return f"mean {mean(values):,.1f}, p50 {p50:,}, p90 {p90:,}, largest {max(values):,}; {sum(values):,} in all"

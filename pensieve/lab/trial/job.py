@@ -11,6 +11,7 @@ ends its process, and the next one gets a new one.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import functools
 import logging
@@ -23,10 +24,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +48,7 @@ from pensieve.lab.compose.build import outside_engine
 from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.compose.model_files import weights_identity
 from pensieve.lab.compose.plan import Device, TrialPlan, plan_trial, plans_in_flight
-from pensieve.lab.compose.settings import TrackingConfig, TrialConfig, check
+from pensieve.lab.compose.settings import TrackingConfig, check
 from pensieve.lab.results.environment import Owner, is_alive, this_process
 from pensieve.lab.results.identity import Identity, identify
 from pensieve.lab.results.mlflow_runs import remote_url
@@ -66,43 +68,34 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """title: for the progress bar and messages. folder: for the trial's files.
+    """A trial that any process may run. title: for the progress bar and messages. folder: for the trial's files. config:
+    resolved, as plain values, which is what identifies it.
 
     sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. shown: a bar tells how far
-    the trial is; not where others run beside it. keeps: the process that an isolated trial runs in may stay for the next one,
-    since whoever runs both ends it when they are over.
+    the trial is; not where others run beside it.
     """
 
     title: str
     folder: Path
+    config: Mapping[str, Any]
     sweep_id: int | None = None
     number: int = 0
     preflight: bool = True
     shown: bool = True
-    keeps: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A trial that any process may run. config: resolved."""
-
-    config: dict[str, Any]
-    job: Job
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """status: completed, failed or interrupted. error: the sentence, where it is not completed.
 
-    reused: the database held the trial already, and nothing ran. note: what a user should know besides. permanent: the
-    same configuration would fail in the same way again, so that another attempt is wasted.
+    reused: the database held the trial already, and nothing ran. permanent: the same configuration would fail in the same
+    way again, so that another attempt is wasted.
     """
 
     trial_id: int
     status: str
     reused: bool = False
     error: str | None = None
-    note: str | None = None
     permanent: bool = False
 
     @property
@@ -120,22 +113,15 @@ class Tracking:
     kept: bool
 
 
-def open_tracking(config: TrialConfig, outputs: Path | None = None) -> Tracking:
+def open_tracking(tracking: TrackingConfig, outputs: Path | None = None) -> Tracking:
     """outputs: that of the sweep, where the trial belongs to one. Raises ConfigError, ResultsError."""
-    return open_named(config.tracking, outputs)
-
-
-def open_named(tracking: TrackingConfig, outputs: Path | None = None) -> Tracking:
-    """As open_tracking, from an option of conf/tracking alone: a benchmark has no composed trial."""
     kept = tracking.name != "off"
-    url = None
-    if tracking.url_env:
-        url = os.environ.get(tracking.url_env)
-        if not url:
-            raise ConfigError(
-                f"tracking={tracking.name} reads the database's URL from {tracking.url_env}, which is not "
-                "set; export it, or use tracking=local."
-            )
+    url = os.environ.get(tracking.url_env) if tracking.url_env else None
+    if tracking.url_env and not url:
+        raise ConfigError(
+            f"tracking={tracking.name} reads the database's URL from {tracking.url_env}, which is not "
+            "set; export it, or use tracking=local."
+        )
     if tracking.mlflow and kept:
         remote_url()  # a mistake in it is told before anything is opened
     folder = outputs or (outputs_folder() if kept else Path(_thrown_away().name))
@@ -173,58 +159,34 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     sizes. compiler: the C compiler of the native kernels. wait_policy: of OpenMP's threads on a CPU, as the environment
     says it.
     """
+    hardware, kind = plan.config.hardware, plan.device.kind
     device: dict[str, Any] = {"name": plan.device.label, "count": plan.device.count}
     if plan.device.simulated:
         return device
-    if plan.config.baseline.engine is not None:
-        return {**device, **_waiting(plan), **_outside_facts(plan)}
-    from pensieve.device.asked import CAPTURED, expected, physical_cores
+    from pensieve.device.asked import CAPTURED, expected, physical_cores  # whose package sets a wait policy
 
-    hardware, kind = plan.config.hardware, plan.device.kind
-    attention = expected(plan.config.attention_backend, kind, plan.chunk_tokens)
+    device["threads"] = hardware.threads or physical_cores()
+    if (policy := os.environ.get("OMP_WAIT_POLICY")) and kind == "cpu":
+        device["wait_policy"] = policy.upper()
+    device["dtype"] = plan.model.dtype
+    if plan.config.baseline.engine is not None:
+        said = dict(outside_engine(plan).identity())
+        return {**device, "packages": said.pop("packages", "").split(), **said}
+    attention, compiler = expected(plan.config.attention_backend, kind, plan.chunk_tokens), None
+    if attention == "native":
+        from pensieve.compiler import compiler_version, find_compiler
+
+        with suppress(EngineMissing):  # the backend was asked for, and the start reports what it lacks
+            compiler = compiler_version(find_compiler()).replace(";", ",")
     recorded = hardware.graphs == "auto" and kind == "cuda" and attention == CAPTURED and not plan.device.divided
     return {
         **device,
-        "threads": hardware.threads or physical_cores(),
-        **_waiting(plan),
-        "dtype": plan.model.dtype,
         "attention": attention,
-        "compiler": _compiler() if attention == "native" else None,
+        "compiler": compiler,
         "graphs": "on" if recorded else "off",
         "copy_ahead": plan.config.scheduler.copy_ahead if plan.cpu_blocks else "none",
         "depth": plans_in_flight(plan.device, hardware.depth),
     }
-
-
-def _waiting(plan: TrialPlan) -> dict[str, Any]:
-    """How threads of OpenMP wait for each other in our engine and in all that this process starts."""
-    import pensieve.device  # noqa: F401 - sets what is used where the environment names none
-
-    policy = os.environ.get("OMP_WAIT_POLICY")
-    return {"wait_policy": policy.upper()} if policy and plan.device.kind == "cpu" else {}
-
-
-def _outside_facts(plan: TrialPlan) -> dict[str, Any]:
-    from pensieve.device.asked import physical_cores
-
-    said = dict(outside_engine(plan).identity())
-    packages = said.pop("packages", "").split()
-    return {
-        "threads": plan.config.hardware.threads or physical_cores(),
-        "dtype": plan.model.dtype,
-        "packages": packages,
-        **said,
-    }
-
-
-def _compiler() -> str | None:
-    """Name the C compiler; None where attention_backend=native is given and none is found, which the start reports."""
-    from pensieve.compiler import compiler_version, find_compiler
-
-    try:
-        return compiler_version(find_compiler()).replace(";", ",")
-    except EngineMissing:
-        return None
 
 
 # -- the process of a trial: heartbeat, deadline, its end when the one that started it is gone, its device's lock ----------
@@ -329,69 +291,67 @@ GRACE_S = 30.0  # beyond trial.timeout_s, for the imports before it and for a tr
 
 
 class _Apart(NamedTuple):
-    """A process that runs trials one after another, as they are asked for."""
+    """A process that runs trials one after another, as they are asked for, and a pipe to it."""
 
-    pool: ProcessPoolExecutor
-    process: BaseProcess
+    process: SpawnProcess
+    pipe: Connection
 
 
 _kept: list[_Apart] = []
 """The process that the next trial may run in, if there is one."""
 
 
-def run_isolated(asked: Asked, tracking: Tracking, timeout_s: float | None, keeps: bool = False) -> Outcome:
+def run_isolated(job: Job, tracking: Tracking, timeout_s: float | None, keeps: bool = False) -> Outcome:
     """One attempt in another process. If that dies, the trial is recorded as failed; Ctrl-C is passed on to it.
 
-    keeps: in the process that completed the trial before this one, if that kept it too, and leave it to the next one; the
-    caller ends it by `end_kept`. Otherwise the process is new and ends with the trial, and one that was kept ends before.
+    keeps: in the process that completed the trial before this one, if that kept it too, and leave it to the next one, until
+    `end_kept`. Otherwise the process is new and ends with the trial, and one that was kept ends before.
     """
-    asked.job.folder.mkdir(parents=True, exist_ok=True)
-    crash = asked.job.folder / CRASH_FILE
+    job.folder.mkdir(parents=True, exist_ok=True)
+    crash = job.folder / CRASH_FILE
     crash.unlink(missing_ok=True)
     if not (keeps and _kept and _kept[0].process.is_alive()):
         end_kept()
-    apart = _kept.pop() if _kept else _start()
-    future = apart.pool.submit(_attempt, asked, tracking.outputs)
+        _kept.append(_start())
+    process, pipe = _kept[0]
     outcome: Outcome | None = None
-    late_s = None
+    late = False
     try:
-        outcome = future.result(None if timeout_s is None else timeout_s + GRACE_S)
-    except TimeoutError:
-        late_s = timeout_s
-    except BrokenExecutor:  # it died
-        apart.process.join()
+        pipe.send((job, tracking.outputs))
+        late = not pipe.poll(None if timeout_s is None else timeout_s + GRACE_S)
+        if not late:
+            outcome = pipe.recv()
+    except (EOFError, ConnectionError):  # it died
+        process.join()
     except KeyboardInterrupt:
-        assert apart.process.pid is not None
-        os.kill(apart.process.pid, signal.SIGINT)
-        wait([future], GRACE_S)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+        pipe.poll(GRACE_S)
         raise
     finally:
-        if keeps and outcome is not None and outcome.completed:
-            _kept.append(apart)
-        else:
-            _end(apart)
-    return _record_death(apart.process, tracking, crash, late_s) if outcome is None else outcome
+        if not keeps or outcome is None or not outcome.completed:
+            end_kept()
+    return _record_death(process, tracking, crash, timeout_s if late else None) if outcome is None else outcome
 
 
 def _start() -> _Apart:
-    before = multiprocessing.active_children()
     spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
-    pool = ProcessPoolExecutor(1, spawn, _begin, (this_process(),))
-    pool.submit(os.getpid).result()
-    [process] = [child for child in multiprocessing.active_children() if child not in before]
-    return _Apart(pool, process)
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_serve, args=(theirs, this_process()))
+    process.start()
+    theirs.close()
+    atexit.register(end_kept)  # before multiprocessing waits for its processes
+    return _Apart(process, ours)
 
 
 def end_kept() -> None:
     """End the process that was kept for the next trial, if there is one, and with it what it holds."""
     while _kept:
-        _end(_kept.pop())
-
-
-def _end(apart: _Apart) -> None:
-    apart.process.kill()
-    apart.process.join()
-    apart.pool.shutdown()
+        process, pipe = _kept.pop()
+        if process.is_alive():
+            process.kill()
+        process.join()
+        pipe.close()
 
 
 def _record_death(process: BaseProcess, tracking: Tracking, crash: Path, late_s: float | None) -> Outcome:
@@ -405,12 +365,9 @@ def _record_death(process: BaseProcess, tracking: Tracking, crash: Path, late_s:
             "The trial's process was killed (signal 9), most likely because memory ran out. Use a smaller cache or "
             "model, or run the same command again if you ended it yourself."
         )
-    elif code < 0:
-        sentence = (
-            f"The trial's process crashed with {signal.Signals(-code).name}; its stack is in the trial's traceback."
-        )
     else:
-        sentence = f"The trial's process ended with status {code} and said nothing; see the log in {crash.parent}."
+        how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        sentence = f"The trial's process {how}; see the trial's traceback and the log in {crash.parent}."
     error = str(TrialCrashed(sentence))
     stack = crash.read_text(encoding="utf-8", errors="replace") if crash.is_file() else ""
     trial_id = tracking.store.close_trial_of(pid, error, stack or None)
@@ -441,35 +398,31 @@ def log_to_stderr() -> None:
 # -- in the process of its own ------------------------------------------------------------------------------------------
 
 
-def _begin(parent: Owner) -> None:
+def _serve(pipe: Connection, parent: Owner) -> None:
+    """Run what comes through the pipe, until the parent ends this process."""
     os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
     os.dup2(2, 1)  # what a trial prints is no result
     end_with(parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell told our parent to ignore it
     remember_interrupts()
     log_to_stderr()
-    shelf.begin()
+    with shelf.open_shelf(), suppress(EOFError, KeyboardInterrupt):
+        while True:
+            pipe.send(_attempt(*pipe.recv()))
 
 
-@contextmanager
-def _leaving_its_stack(file: Path) -> Iterator[None]:
-    """A native crash of the block leaves Python's stack there."""
-    with file.open("w", encoding="utf-8") as crash:
-        faulthandler.enable(crash)
-        try:
-            yield
-        finally:
-            faulthandler.disable()
-    file.unlink(missing_ok=True)
-
-
-def _attempt(asked: Asked, outputs: Path) -> Outcome:
+def _attempt(job: Job, outputs: Path) -> Outcome:
     from pensieve.lab.trial.run import Attempt  # which starts isolated trials, and so imports this module
 
-    with logged_in(asked.job.folder / LOG_FILE), _leaving_its_stack(asked.job.folder / CRASH_FILE):
+    file = job.folder / CRASH_FILE
+    with logged_in(job.folder / LOG_FILE), file.open("w", encoding="utf-8") as crash:
+        faulthandler.enable(crash)  # a native crash leaves Python's stack there
         try:
-            config = check(asked.config)
-            tracking, plan = open_tracking(config, outputs), plan_trial(config)
-            return Attempt(plan, identity_of(plan, asked.config), asked.config, tracking, asked.job, say).run()
+            config = check(job.config)
+            tracking, plan = open_tracking(config.tracking, outputs), plan_trial(config)
+            return Attempt(plan, identity_of(plan, job.config), tracking, job, say).run()
         except PensieveError as error:
             return Outcome(0, "failed", error=str(error))
+        finally:
+            faulthandler.disable()
+            file.unlink(missing_ok=True)

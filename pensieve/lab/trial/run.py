@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -36,7 +36,7 @@ from pensieve.lab.compose.build import (
 from pensieve.lab.compose.explain import explain, explain_crash
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import TrialPlan, awaits_profile, memory_limit_bytes, plan_trial
-from pensieve.lab.compose.settings import TrialConfig
+from pensieve.lab.compose.settings import check
 from pensieve.lab.metrics import MetricValue, summarise, thin_percentiles
 from pensieve.lab.replay import ReplayRecord, replay
 from pensieve.lab.results.environment import environment, git_commit
@@ -46,7 +46,6 @@ from pensieve.lab.results.tokens import MOST_TURNS, TokenFile
 from pensieve.lab.trial.fidelity import fidelity_metrics
 from pensieve.lab.trial.job import (
     MEASURED_AT,
-    Asked,
     Deadline,
     Job,
     Outcome,
@@ -70,7 +69,6 @@ from pensieve.lab.trial.samples import (
     meter_of,
 )
 from pensieve.lab.trial.terminal import TrialProgress, command_line, ends_interrupted, raise_if_interrupted
-from pensieve.lab.turns import Turns
 from pensieve.lab.workload.base import OfRealRun, Workload, WorkloadPlan
 from pensieve.lab.workload.cache_state import check_start, contamination, unverified
 from pensieve.plugins.device import shelf
@@ -97,16 +95,14 @@ PERMANENT = (ConfigError, EngineMissing, PolicyError, UnsupportedModel, RequestR
 """Errors that every attempt of the same configuration meets."""
 
 
-def run_trial(
-    config: TrialConfig, resolved: Mapping[str, Any], tracking: Tracking, job: Job, say: Callable[[str], None]
-) -> Outcome:
-    """Run a checked configuration unless the database holds it; whatever happens is recorded.
+def run_trial(job: Job, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
+    """Run a job unless the database holds its trial; whatever happens is recorded.
 
-    resolved: the same configuration as plain values, which is what identifies it. Errors of the trial end up in the
-    outcome; those that leave nothing to record (an unknown device, an unreadable size, what preflight refuses) are raised.
-    KeyboardInterrupt passes through, after the trial is marked. trial.retries further attempts follow a failure, and
-    trial.isolate puts each in a process of its own.
+    Errors of the trial end up in the outcome; those that leave nothing to record (an unknown field or device, an unreadable
+    size, what preflight refuses) are raised. KeyboardInterrupt passes through, after the trial is marked. trial.retries
+    further attempts follow a failure, and trial.isolate puts each in a process of its own.
     """
+    config = check(job.config)
     plan = plan_trial(config)
     if awaits_profile(config):
         raise ConfigError(
@@ -114,35 +110,34 @@ def run_trial(
             "Run hardware=local before hardware=sim_paired, as experiment=machine/fidelity does, one job after the other; "
             "where its trials are there already and the file is gone, add force=true."
         )
-    identity = identity_of(plan, resolved)
-    known = note = None
+    identity = identity_of(plan, job.config)
     if not config.force:
         known = _known(tracking, job, identity)
         older = known or tracking.store.completed_by_config(identity.config_hash)
-        if known is None and older is not None:
-            note = explain_difference(older, identity)
-            known = older if config.resume == "config" else None
-    if known is not None:
-        return _reuse(known, tracking, job)
-    if note and (job.number == 0 or identity.unstated):  # else the other jobs of the sweep have the same reason
-        say(note)
+        if older is not None and (known is not None or config.resume == "config"):
+            return _reuse(older, tracking, job)
+        if older is not None and (job.number == 0 or identity.unstated):  # other jobs of the sweep have the same reason
+            say(explain_difference(older, identity))
     awaited = plan.device.simulated and config.hardware.profile == config.trial.measure_machine is not None
     built = None
     if job.preflight or awaited:  # a mistake in the configuration is no trial: it leaves nothing in the database
         built = preflight(plan)
     if job.preflight:
         say(plan.budget())
+    asked = config.trial.isolate
+    isolated = plan.device.kind == "cuda" if asked == "auto" else asked
+    # In one process with the trial before it, whose model it then finds; an engine of others may leave anything behind.
+    keeps = asked == "auto" and config.baseline.engine is None
     for attempts_left in range(config.trial.retries, -1, -1):
-        if _isolated(plan):
-            asked = Asked(dict(resolved), job)
-            outcome = run_isolated(asked, tracking, config.trial.timeout_s, _shares_process(plan, job))
+        if isolated:
+            outcome = run_isolated(job, tracking, config.trial.timeout_s, keeps)
         else:
-            outcome = Attempt(plan, identity, resolved, tracking, job, say, built).run()
+            outcome = Attempt(plan, identity, tracking, job, say, built).run()
             built = None
         if outcome.completed or outcome.permanent or attempts_left == 0:
             break
         say(f"{job.title}: failed, and is tried again ({attempts_left} more). {outcome.error}")
-    return replace(outcome, note=note)
+    return outcome
 
 
 def _known(tracking: Tracking, job: Job, identity: Identity) -> Trial | None:
@@ -157,24 +152,12 @@ def _known(tracking: Tracking, job: Job, identity: Identity) -> Trial | None:
     return tracking.store.completed_trial(identity.fingerprint)
 
 
-def _isolated(plan: TrialPlan) -> bool:
-    asked = plan.config.trial.isolate
-    return plan.device.kind == "cuda" if asked == "auto" else asked
-
-
-def _shares_process(plan: TrialPlan, job: Job) -> bool:
-    """May an isolated trial run in the process of the one before it in the sweep, whose model it then finds? Not where a
-    process of its own was asked for, nor an engine of others, which may leave anything behind."""
-    return plan.config.trial.isolate == "auto" and job.keeps and plan.config.baseline.engine is None
-
-
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One attempt of a trial, in this process."""
 
     plan: TrialPlan
     identity: Identity
-    resolved: Mapping[str, Any]
     tracking: Tracking
     job: Job
     say: Callable[[str], None]
@@ -203,7 +186,10 @@ class Attempt:
             _close(self.tracking, trial_id, "interrupted", _INTERRUPTED, None)
             raise
         except Exception as error:
-            sentence = _sentence(error)
+            sentence = explain_crash(error)
+            # torch's error for a full device is known by its name, since this module imports no torch.
+            if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+                sentence = f"Memory ran out ({explain(error).rstrip('.')}); use a smaller cache or model."
             log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
             _close(self.tracking, trial_id, "failed", sentence, traceback.format_exc())
             shelf.empty()  # it may have broken what the next one would use
@@ -216,7 +202,7 @@ class Attempt:
         While another process runs it, this one waits, and says so where that process is not one whose sweep was killed: such
         a process ends by itself within ORPHAN_S.
         """
-        columns = trial_columns(self.plan, self.identity, self.resolved)
+        columns = trial_columns(self.plan, self.identity, self.job.config)
         again = self.plan.config.force or self.identity.unstated is not None
         told_at = time.monotonic() + ORPHAN_S
         while True:
@@ -235,7 +221,7 @@ class Attempt:
         tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
         workload, described = self.built or build_workload(plan, tokenizer)
         with device_lock(plan.device, config.trial.exclusive, self.say):
-            outside = _is_outside(plan)
+            outside = config.baseline.engine is not None and not plan.device.simulated
             if outside or plan.computes_elsewhere:
                 shelf.empty()  # others load the model
             check_free_memory(plan)
@@ -271,20 +257,26 @@ class Attempt:
             finally:
                 system.close()
         raise_if_interrupted()
-        if own is not None and own.exceeded:
-            limit = f"hardware.cpu_memory={config.hardware.cpu_memory}"
-            raise MemoryError(f"this process had {format_bytes(own.peak_bytes)} resident, and {limit}")
+        if own is not None:
+            if own.exceeded:
+                limit = f"hardware.cpu_memory={config.hardware.cpu_memory}"
+                raise MemoryError(f"this process had {format_bytes(own.peak_bytes)} resident, and {limit}")
+            counted = {"processes_peak_bytes": own.peak_bytes}
         turns = record.measurement.turns
-        _refuse_empty(turns)
+        if not len(turns.measured.completed):  # there is no latency to report
+            reason = next(filter(None, turns.words("error")), "the workload has none")
+            raise RequestFailed(f"No measured turn completed: {reason}")
         check_start(described, turns, system.can.starts_empty)
         metrics = summarise(record.measurement, started)
         start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
         output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
         metrics += device_metrics(sampler, start_s, end_s, output)
-        metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
+        metrics += _processes(counted)
         metrics.append(MetricValue("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere)))
         prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
-        metrics += bound_metrics(turns, _capacity(system), prices)
+        settings = system.settings()
+        capacity = sum(int(settings.get(name) or 0) for name in ("gpu_tokens", "cpu_tokens", "disk_tokens"))
+        metrics += bound_metrics(turns, capacity, prices)
         if isinstance(system, EngineSystem) and prices is not None:
             holdings = ledger_of_holding(held, turns, system.block_bytes)
             store.add_holdings(trial_id, holdings)
@@ -343,13 +335,6 @@ class Attempt:
         return record
 
 
-def _sentence(error: Exception) -> str:
-    """The error in one sentence. torch's error for a full device is known by its name, since this module imports no torch."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return f"Memory ran out ({explain(error).rstrip('.')}); use a smaller cache or model."
-    return explain_crash(error)
-
-
 def _reuse(known: Trial, tracking: Tracking, job: Job) -> Outcome:
     """Show the known trial."""
     if job.sweep_id is not None:
@@ -357,50 +342,32 @@ def _reuse(known: Trial, tracking: Tracking, job: Job) -> Outcome:
     return Outcome(known.id, "completed", reused=True)
 
 
-def _is_outside(plan: TrialPlan) -> bool:
-    return plan.config.baseline.engine is not None and not plan.device.simulated
-
-
 def _system(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan) -> System:
-    config = plan.config
-    if _is_outside(plan):
-        return build_outside(plan, tokenizer, described)
-    if config.baseline.simulated is not None:
-        return build_simulated(plan)
-    if config.hardware.router != "single":
-        return build_cluster(plan, tokenizer, described) if plan.device.simulated else _replicas(plan)
-    return build_system(plan, tokenizer, described)
+    baseline, hardware = plan.config.baseline, plan.config.hardware
+    if baseline.engine is not None:
+        return build_simulated(plan) if plan.device.simulated else build_outside(plan, tokenizer, described)
+    if hardware.router == "single":
+        return build_system(plan, tokenizer, described)
+    if plan.device.simulated:
+        return build_cluster(plan, tokenizer, described)
+    from pensieve.plugins.replicas.system import build_replicas
+
+    return build_replicas(plan, hardware.replicas, hardware.router)
 
 
 def _processes(counted: Mapping[str, float]) -> list[MetricValue]:
     """Of the processes of a whole trial, where somebody watched them. counted: what a system counts, from its start on."""
-    found = []
-    if (peak := counted.get("processes_peak_bytes")) is not None:
-        found.append(MetricValue("processes_peak_bytes", float(peak)))
-    if starts := int(counted.get("process_starts", 0)):
-        found += [
-            MetricValue(f"{name}_mean", counted[name] / starts, n=starts, n_unit="processes")
-            for name in ("process_load_ms", "process_start_ms")
-        ]
-    return found
+    starts = int(counted.get("process_starts", 0))
+    means = ("process_load_ms", "process_start_ms") if starts else ()
+    peak = [
+        MetricValue(name, float(counted[name])) for name in ("processes_peak_bytes",) if counted.get(name) is not None
+    ]
+    return peak + [MetricValue(f"{name}_mean", counted[name] / starts, n=starts, n_unit="processes") for name in means]
 
 
 def _fall_back(settings: Mapping[str, Any]) -> str:
     reasons = " ".join(filter(None, (settings["attention_note"], settings["forward_note"])))
     return f"attention_backend={settings['attention_backend']} and the {settings['forward']} forward served. {reasons}"
-
-
-def _capacity(system: System) -> int:
-    """Tokens of KV that the system's tiers hold together, as it reports them."""
-    settings = system.settings()
-    return sum(int(settings.get(name) or 0) for name in ("gpu_tokens", "cpu_tokens", "disk_tokens"))
-
-
-def _refuse_empty(turns: Turns) -> None:
-    """Raises RequestFailed where no measured turn completed: there is no latency to report."""
-    if not len(turns.measured.completed):
-        reason = next(filter(None, turns.words("error")), None)
-        raise RequestFailed(f"No measured turn completed: {reason or 'the workload has none'}")
 
 
 def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,13 +399,6 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
             "command": command_line(),
         },
     }
-
-
-def _replicas(plan: TrialPlan) -> System:
-    """Real ones."""
-    from pensieve.plugins.replicas.system import build_replicas
-
-    return build_replicas(plan, plan.config.hardware.replicas, plan.config.hardware.router)
 
 
 def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started: StartReport) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.compose.explain import explain
 from pensieve.lab.compose.plan import TrialPlan, awaits_profile, cores, host_memory_bytes
-from pensieve.lab.compose.settings import TrialConfig, check, resolved
+from pensieve.lab.compose.settings import TrackingConfig, TrialConfig, check, resolved
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
 from pensieve.lab.results.frame import Cell, Panel, footer, mixtures
@@ -49,7 +49,6 @@ from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.trial.command import Jobs, in_turn
 from pensieve.lab.trial.job import (
     LOG_FILE,
-    Asked,
     Job,
     Outcome,
     Tracking,
@@ -63,13 +62,11 @@ from pensieve.lab.trial.job import (
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
-    close_at_exit,
     command_line,
     console,
     discard_output,
     ends_interrupted,
     say,
-    sweep_is_closed,
 )
 from pensieve.plugins.device import shelf
 from pensieve.units import NONE, duration, grid
@@ -85,100 +82,117 @@ WORTH_A_START_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class SweepMembership:
-    """What a job knows of its sweep. axes: the fields that it varies. owner: the process of the sweep; when it is gone, its
-    jobs end too. keeps: see Job."""
+class OpenSweep:
+    """A sweep whose jobs run; a launcher's jobs read it from the environment. axes: the fields that it varies. owner: the
+    process of the sweep; when it is gone, its jobs end too."""
 
     sweep_id: int
     n_expected: int
     outputs: Path
     axes: tuple[str, ...]
     owner: Owner
-    keeps: bool = False
+    tracking: TrackingConfig
 
-    def asked(self, number: int, overrides: Sequence[str], plain: dict[str, Any], folder: Path) -> Asked:
-        """One job. overrides: its own. plain: its configuration, resolved."""
+    def opened(self) -> Tracking:
+        return open_tracking(self.tracking, self.outputs)
+
+    def job(self, number: int, overrides: Sequence[str], config: dict[str, Any], folder: Path) -> Job:
+        """overrides: its own. config: resolved."""
         swept = " ".join(text for text in overrides if text.partition("=")[0].lstrip("+") in self.axes)
-        title = f"[{number + 1}/{self.n_expected}] {swept}"
-        shown = self.owner == this_process()
-        own = Job(title, folder, self.sweep_id, number, preflight=False, shown=shown, keeps=self.keeps)
-        return Asked(plain, own)
+        title, shown = f"[{number + 1}/{self.n_expected}] {swept}", self.owner == this_process()
+        return Job(title, folder, config, self.sweep_id, number, preflight=False, shown=shown)
 
+    @contextmanager
+    def running(self) -> Iterator[Tracking]:
+        """Where jobs are recorded that run in the block; that the sweep ends with it early is recorded, too."""
+        tracking = self.opened()
+        try:
+            yield tracking
+        except KeyboardInterrupt:
+            ends_interrupted()
+            tracking.store.set_sweep(self.sweep_id, status="interrupted")
+            say("Interrupted; the trial is marked so, and the same command runs what is missing.")
+            sys.exit(INTERRUPTED)
+        except Exception:
+            tracking.store.interrupt_dead()
+            tracking.store.set_sweep(self.sweep_id, status="failed")
+            raise
+        finally:
+            end_kept()
 
-# -- before and after the jobs ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSweep:
-    """A sweep whose jobs run. config: of its first job."""
-
-    config: TrialConfig
-    membership: SweepMembership
-
-    def run(self, folder: Path, jobs: Jobs, configs: Sequence[dict[str, Any]], simulated: bool) -> None:
-        """Run the jobs. folder: for theirs. configs: resolved. simulated: all of them, so that none disturbs another."""
-        tracking = open_tracking(self.config, self.membership.outputs)
-        under = folder if tracking.kept else tracking.outputs
-        waiting = [
-            self.membership.asked(number, overrides, plain, under / str(number))
-            for number, (overrides, plain) in enumerate(zip(jobs.jobs, configs, strict=True))
-        ]
-        most = processes_here() if simulated and self.config.trial.isolate == "auto" else 1
-        with _marked_if_interrupted(tracking, self.membership):
+    def run(self, folder: Path, jobs: Jobs, configs: Sequence[dict[str, Any]], beside: bool) -> None:
+        """Run the jobs, side by side if asked to and where that is worth it. folder: for theirs. configs: resolved."""
+        with self.running() as tracking, shelf.open_shelf():
+            under = folder if tracking.kept else tracking.outputs
+            waiting = [
+                self.job(number, overrides, config, under / str(number))
+                for number, (overrides, config) in enumerate(zip(jobs.jobs, configs, strict=True))
+            ]
+            most = processes_here() if beside else 1
             began, place = time.monotonic(), 0
             with performing(tracking, 1) as perform:
-                for place, (asked, outcome) in enumerate(perform(waiting), start=1):
-                    _note(asked, outcome, tracking, self.membership)
+                for place, (job, outcome) in enumerate(perform(waiting), start=1):
+                    self.note(job, outcome, tracking)
                     took_s, began = time.monotonic() - began, time.monotonic()
                     if most > 1 and not outcome.reused and took_s * (len(waiting) - place) > WORTH_A_START_S:
                         break
-            left = [replace(one, job=replace(one.job, shown=False)) for one in waiting[place:]]
+            left = [replace(job, shown=False) for job in waiting[place:]]
             with performing(tracking, max(1, min(most, len(left)))) as perform:
-                for asked, outcome in perform(left):
-                    _note(asked, outcome, tracking, self.membership)
+                for job, outcome in perform(left):
+                    self.note(job, outcome, tracking)
+
+    def note(self, job: Job, outcome: Outcome, tracking: Tracking) -> None:
+        """What became of a job: its files, its line, and what is real in MLflow at once; a simulated one takes less than the
+        import."""
+        store = tracking.store
+        keep_resolved(job.folder, job.config)
+        if outcome.reused:
+            say(f"{job.title}: trial {outcome.trial_id} is this one and is completed (force=true runs it again)")
+        elif outcome.completed:
+            say(f"{job.title}: {brief(store, outcome.trial_id)}{self._time_left(store)}")
+        else:
+            say(f"{job.title}: failed. {outcome.error}")
+        if copied_at_once(tracking, outcome):
+            copy_sweep(tracking.outputs, store, self.sweep_id)
+
+    def _time_left(self, store: ResultsStore) -> str:
+        """ "; 3 of 18 trials done, about 12 min left", by what those that this sweep ran have taken together."""
+        progress = store.progress_of(self.sweep_id)
+        waiting = self.n_expected - progress.ended
+        if waiting <= 0 or not progress.ran:
+            return ""
+        left_s = progress.elapsed_s / progress.ran * waiting
+        return f"; {progress.ended} of {self.n_expected} trials done, about {duration(left_s)} left"
 
     def finish(self) -> bool:
         """After the jobs: table, MLflow, figures. Returns whether every trial completed."""
-        sweep_is_closed()
-        tracking = self._tracking()
-        jobs = tracking.store.trials_of_sweep(self.membership.sweep_id)
-        completed = len(jobs) >= self.membership.n_expected and all(job.last.status == "completed" for job in jobs)
+        tracking = self.opened()
+        store = tracking.store
+        store.interrupt_dead()
+        jobs = store.trials_of_sweep(self.sweep_id)
+        completed = len(jobs) >= self.n_expected and all(job.last.status == "completed" for job in jobs)
+        store.set_sweep(self.sweep_id, status="completed" if completed else "failed")
         with ThreadPoolExecutor(1) as beside:  # a process draws while this one makes the table and writes to MLflow
             drawn = None
             if tracking.kept and completed:
-                drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.membership.sweep_id)
-            self._end(tracking, "completed" if completed else "failed", shown=True)
+                drawn = beside.submit(draw_figures, tracking, self.tracking.url_env, self.sweep_id)
+            table = sweep_table(store, self.sweep_id)
+            try:
+                console().print(table.renderable, *fidelities(store, [job.last for job in jobs], self.sweep_id))
+                print(*places(tracking), sep="\n", flush=True)
+            except BrokenPipeError:
+                discard_output()  # the sweep is still to be copied, and its status to be returned
+            if tracking.mlflow:
+                copy_sweep(tracking.outputs, store, self.sweep_id, table)
             figures = drawn.result() if drawn else []
-            for line in figure_lines(figures):
-                print(line)
+        for line in figure_lines(figures):
+            print(line)
         if tracking.mlflow and figures:
-            log_drawn(tracking.outputs, tracking.store, self.membership.sweep_id)
+            log_drawn(tracking.outputs, store, self.sweep_id)
         return completed
 
-    def close(self, status: str) -> None:
-        """The sweep ends early. After Ctrl-C no table is shown."""
-        self._end(self._tracking(), status, shown=status != "interrupted")
 
-    def _tracking(self) -> Tracking:
-        end_kept()
-        if self.membership.keeps:
-            shelf.close()
-        return open_tracking(self.config, self.membership.outputs)
-
-    def _end(self, tracking: Tracking, status: str, shown: bool) -> None:
-        store, sweep_id = tracking.store, self.membership.sweep_id
-        store.interrupt_dead()
-        store.set_sweep(sweep_id, status=status)
-        table = sweep_table(store, sweep_id)
-        try:
-            if shown:
-                trials = [job.last for job in store.trials_of_sweep(sweep_id)]
-                console().print(table.renderable, *fidelities(store, trials, sweep_id))
-                print(*places(tracking), sep="\n", flush=True)
-        except BrokenPipeError:
-            discard_output()  # the sweep is still to be closed, and its status to be returned
-        if tracking.mlflow:
-            copy_sweep(tracking.outputs, store, sweep_id, table)
+# -- before the jobs ----------------------------------------------------------------------------------------------------
 
 
 def open_sweep(
@@ -192,36 +206,35 @@ def open_sweep(
             "trial.measure_machine: its trials follow each other in one process; leave hydra/launcher out."
         )
     known = [plan for plan in plans if not awaits_profile(plan.config)]
-    for plan in _different(known):
+    ignored = {"seed", "repeat", "slo", "trial", "tracking"}  # which preflight does not read
+    for plan in {plan.config.model_dump_json(exclude=ignored): plan for plan in known}.values():
         preflight(plan)
     for budget in dict.fromkeys(plan.budget() for plan in known):
         say(budget)
     first = plans[0].config
-    tracking = open_tracking(first)
+    tracking = open_tracking(first.tracking)
     tracking.store.interrupt_dead()
-    swept = {key: list(values) for key, values in jobs.axes.items()}
-    axes = {key: ",".join(values) for key, values in swept.items()}
-    fixed = [*jobs.overrides, *_objective(first, jobs.overrides)]
+    axes = {key: ",".join(values) for key, values in jobs.axes.items()}
+    # An objective that an overlay sets counts as typed: the sweep records what its views judge by.
+    given = {text.lstrip("+").partition("=")[0]: text for text in jobs.overrides}
+    asked = {f"slo.{name}": most for name, most in first.slo.model_dump().items() if most is not None}
+    fixed = [*jobs.overrides, *(f"{name}={most}" for name, most in asked.items() if name not in given)]
     key = sweep_key(fixed, axes, [{**_asked(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)])
+    values = dict(text.lstrip("+").partition("=")[::2] for text in fixed)
     sweep_id = tracking.store.open_sweep(
         key=key,
         name=first.experiment_name,
-        experiment=next((text.partition("=")[2] for text in fixed if text.lstrip("+").startswith("experiment=")), None),
+        experiment=values.get("experiment"),
         command=command_line(),
-        overrides={**dict(text.lstrip("+").partition("=")[::2] for text in fixed), **swept},
+        overrides={**values, **{key: list(swept) for key, swept in jobs.axes.items()}},
         n_expected=len(jobs.jobs),
         host=host(),
         git_commit=git_commit(),
         anew=any(plan.config.force for plan in plans),
     )
-    keeps = here and not all(plan.device.simulated for plan in plans)
-    membership = SweepMembership(sweep_id, len(jobs.jobs), tracking.outputs, tuple(jobs.axes), this_process(), keeps)
-    sweep = OpenSweep(first, membership)
-    if keeps:
-        shelf.begin()
-    close_at_exit(sweep.close)
+    sweep = OpenSweep(sweep_id, len(jobs.jobs), tracking.outputs, tuple(jobs.axes), this_process(), first.tracking)
     if not here:
-        told = TypeAdapter(SweepMembership).dump_json(membership).decode().replace("'", "\\'")
+        told = TypeAdapter(OpenSweep).dump_json(sweep).decode().replace("'", "\\'")
         with read_write(config.hydra.overrides), open_dict(config.hydra.overrides):
             config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{MEMBERSHIP}='{told}'")
     say(f"Sweep of {len(jobs.jobs)} trials: " + ", ".join(f"{key} = {values}" for key, values in axes.items()))
@@ -235,17 +248,7 @@ def _asked(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _objective(config: TrialConfig, typed: Iterable[str]) -> list[str]:
-    """The objective that an overlay sets, as an override: the sweep records what its views judge by."""
-    given = {text.lstrip("+").partition("=")[0] for text in typed}
-    asked = {f"slo.{name}": most for name, most in config.slo.model_dump().items() if most is not None}
-    return [f"{name}={most}" for name, most in asked.items() if name not in given]
-
-
-def _different(plans: Iterable[TrialPlan]) -> Iterable[TrialPlan]:
-    """Drop plans that preflight would judge the same: they differ only in the seed and other fields that it does not read."""
-    ignored = {"seed", "repeat", "slo", "trial", "tracking"}
-    return {plan.config.model_dump_json(exclude=ignored): plan for plan in plans}.values()
+# -- after them ---------------------------------------------------------------------------------------------------------
 
 
 def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[Path]:
@@ -272,8 +275,8 @@ def figure_lines(drawn: Sequence[Path]) -> list[str]:
 # -- several at a time, each process running one after another --------------------------------------------------------
 
 
-Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
-"""Runs trials and gives the outcome of each when it is there, in any order."""
+Perform = Callable[[Sequence[Job]], Iterator[tuple[Job, Outcome]]]
+"""Runs jobs and gives the outcome of each when it is there, in any order."""
 
 A_PROCESS_BYTES = 2**30
 """What a simulated trial may come to: a million turns need a little more."""
@@ -289,12 +292,12 @@ def processes_here() -> int:
 def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
     """So many trials at a time; with one, in this process. After Ctrl-C those under way are found dead in the database."""
     if processes == 1:
-        yield lambda trials: ((one, _logged(one, tracking, say)) for one in trials)
+        yield lambda jobs: ((job, outcome_of(job, tracking, say)) for job in jobs)
         return
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (this_process(),))
 
-    def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
-        futures = {pool.submit(_outcome_here, one, tracking.outputs): one for one in trials}
+    def perform(jobs: Sequence[Job]) -> Iterator[tuple[Job, Outcome]]:
+        futures = {pool.submit(_outcome_here, job, tracking.outputs): job for job in jobs}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
@@ -314,22 +317,19 @@ def _begin(owner: Owner) -> None:
     end_with(owner)
 
 
-def _outcome_here(asked: Asked, outputs: Path) -> Outcome:
-    return _logged(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False), lambda _: None)
+def _outcome_here(job: Job, outputs: Path) -> Outcome:
+    tracking = open_tracking(TrackingConfig.model_validate(job.config["tracking"]), outputs)
+    return outcome_of(job, replace(tracking, mlflow=False), lambda _: None)
 
 
-def _logged(asked: Asked, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
-    with logged_in(asked.job.folder / LOG_FILE):
-        return outcome_of(asked, tracking, say)
-
-
-def outcome_of(asked: Asked, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
+def outcome_of(job: Job, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
     """Run the trial, whatever becomes of it."""
-    try:
-        return run_trial(check(asked.config), asked.config, tracking, asked.job, say)
-    except Exception as error:  # before there was a trial to record it in; the others go on
-        log.info("%s could not begin its trial", asked.job.title, exc_info=error)
-        return Outcome(0, "failed", error=explain(error))
+    with logged_in(job.folder / LOG_FILE):
+        try:
+            return run_trial(job, tracking, say)
+        except Exception as error:  # before there was a trial to record it in; the others go on
+            log.info("%s could not begin its trial", job.title, exc_info=error)
+            return Outcome(0, "failed", error=explain(error))
 
 
 # -- one job ------------------------------------------------------------------------------------------------------------
@@ -342,30 +342,28 @@ def run_composed(cfg: DictConfig) -> None:
     if told is None:  # Hydra went on without the sweep's callback
         run_single(cfg, check(cfg))
         return
-    membership = TypeAdapter(SweepMembership).validate_json(told)
-    if not membership.outputs.is_dir():
+    sweep = TypeAdapter(OpenSweep).validate_json(told)
+    if not sweep.outputs.is_dir():
         raise ConfigError(
-            f"This job of a sweep finds no {membership.outputs} on {host()}. Set PENSIEVE_OUTPUTS to a folder that every "
+            f"This job of a sweep finds no {sweep.outputs} on {host()}. Set PENSIEVE_OUTPUTS to a folder that every "
             "node sees under the same name, also for the launcher's processes."
         )
-    end_with(membership.owner)
-    plain, hydra = resolved(cfg), HydraConfig.get()
+    end_with(sweep.owner)
+    hydra = HydraConfig.get()
     texts, folder = [str(text) for text in hydra.overrides.task], Path(hydra.runtime.output_dir)
-    tracking = open_tracking(check(plain), membership.outputs)
-    with _marked_if_interrupted(tracking, membership):
-        asked = membership.asked(int(hydra.job.num), texts, plain, folder)
-        _note(asked, outcome_of(asked, tracking, say), tracking, membership)
+    with sweep.running() as tracking:
+        job = sweep.job(int(hydra.job.num), texts, resolved(cfg), folder)
+        sweep.note(job, outcome_of(job, tracking, say), tracking)
 
 
 def run_single(cfg: DictConfig, config: TrialConfig) -> None:
     """Run a trial by itself and print it. MLflow is written after that, however the trial ended."""
-    tracking = open_tracking(config)
+    tracking = open_tracking(config.tracking)
     folder = Path(HydraConfig.get().runtime.output_dir) if tracking.kept else tracking.outputs
-    job = Job(f"{config.model.name} {config.baseline.name}", folder)
-    plain, store = resolved(cfg), tracking.store
-    keep_resolved(folder, plain)
+    job, store = Job(f"{config.model.name} {config.baseline.name}", folder, resolved(cfg)), tracking.store
+    keep_resolved(folder, job.config)
     try:
-        outcome = run_trial(config, plain, tracking, job, say)
+        outcome = run_trial(job, tracking, say)
     except KeyboardInterrupt:
         ends_interrupted()
         say("Interrupted; the trial is marked so, and the same command runs it again.")
@@ -383,44 +381,8 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
             copy_trial(tracking.outputs, store, outcome.trial_id)
 
 
-@contextmanager
-def _marked_if_interrupted(tracking: Tracking, membership: SweepMembership) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        ends_interrupted()
-        tracking.store.set_sweep(membership.sweep_id, status="interrupted")
-        say("Interrupted; the trial is marked so, and the same command runs what is missing.")
-        sys.exit(INTERRUPTED)
-
-
-def _note(asked: Asked, outcome: Outcome, tracking: Tracking, membership: SweepMembership) -> None:
-    """What became of a job: its files, its line, and what is real in MLflow at once; a simulated one takes less than the
-    import."""
-    title, store = asked.job.title, tracking.store
-    keep_resolved(asked.job.folder, asked.config)
-    if outcome.reused:
-        say(f"{title}: trial {outcome.trial_id} is this one and is completed (force=true runs it again)")
-    elif outcome.completed:
-        say(f"{title}: {brief(store, outcome.trial_id)}{_time_left(store, membership)}")
-    else:
-        say(f"{title}: failed. {outcome.error}")
-    if copied_at_once(tracking, outcome):
-        copy_sweep(tracking.outputs, store, membership.sweep_id)
-
-
 def copied_at_once(tracking: Tracking, outcome: Outcome) -> bool:
     return tracking.mlflow and bool(outcome.trial_id) and not tracking.store.trial(outcome.trial_id).simulated
-
-
-def _time_left(store: ResultsStore, membership: SweepMembership) -> str:
-    """ "; 3 of 18 trials done, about 12 min left", by what those that this sweep ran have taken together."""
-    progress = store.progress_of(membership.sweep_id)
-    waiting = membership.n_expected - progress.ended
-    if waiting <= 0 or not progress.ran:
-        return ""
-    left_s = progress.elapsed_s / progress.ran * waiting
-    return f"; {progress.ended} of {membership.n_expected} trials done, about {duration(left_s)} left"
 
 
 def keep_resolved(folder: Path, plain: Mapping[str, Any]) -> None:

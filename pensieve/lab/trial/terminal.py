@@ -2,8 +2,7 @@
 trial is.
 
 Python raises KeyboardInterrupt wherever the program happens to be, and inside a weak reference's callback (SQLAlchemy has
-many) it is printed and dropped. So the handler also sets a flag, which the trial asks for at safe points. Hydra does not call
-on_multirun_end when a launcher raised or a job left by SystemExit, so a sweep registers here how it is closed.
+many) it is printed and dropped. So the handler also sets a flag, which the trial asks for at safe points.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,7 +22,6 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pensieve.errors import PensieveError
 from pensieve.lab.compose.conf import as_meant
 
 INTERRUPTED = 130
@@ -34,10 +31,8 @@ KILLED = (
     "A process of the sweep was killed, most likely because memory ran out; run the same command again: it runs what is "
     "missing."
 )
-log = logging.getLogger(__name__)
-
-_interrupted = False
-_close_sweep: Callable[[str], object] | None = None
+_pressed = False  # Ctrl-C, since somebody asked
+_ending = False
 
 FULL_TRACE = os.environ.get("HYDRA_FULL_ERROR", "") == "1"  # as the user set it, before `guarded` does
 
@@ -77,7 +72,7 @@ def guarded(app: Callable[[], object], config_name: str = "config") -> None:
     if not {"--help", "-h"}.isdisjoint(arguments):
         from pensieve.lab.compose.conf import page
 
-        with in_a_sentence(config_name):
+        with in_a_sentence():
             print(page(config_name, [text for text in arguments if not text.startswith("-")]))
         return
     # Flags without a separate value go to the front: argparse wants all overrides in one piece.
@@ -89,16 +84,12 @@ def guarded(app: Callable[[], object], config_name: str = "config") -> None:
         return
     os.environ["HYDRA_FULL_ERROR"] = "1"
     logging.raiseExceptions = False  # a log file on a full disk: its trace would bury the sentence
-    try:
-        with in_a_sentence(config_name):
-            app()
-    except BaseException as left:
-        close_sweep("interrupted" if isinstance(left, SystemExit) and left.code == INTERRUPTED else "failed")
-        raise
+    with in_a_sentence():
+        app()
 
 
 @contextmanager
-def in_a_sentence(config_name: str = "config", hydra_goes_on: bool = False) -> Iterator[None]:
+def in_a_sentence(hydra_goes_on: bool = False) -> Iterator[None]:
     """Turn every error of the block into SystemExit, except a bug's. It is used inside of Hydra's applications, too: Hydra
     adds lines of its own to an error that passes through it. hydra_goes_on: after an error with a warning alone, as in a
     callback; a bug then ends the process, too."""
@@ -116,7 +107,7 @@ def in_a_sentence(config_name: str = "config", hydra_goes_on: bool = False) -> I
     except Exception as error:
         from pensieve.lab.compose.explain import explain_known
 
-        sentence = None if FULL_TRACE else explain_known(error, sys.argv[1:], config_name)
+        sentence = None if FULL_TRACE else explain_known(error)
         if sentence is not None:
             say(sentence)
         elif hydra_goes_on:
@@ -139,55 +130,23 @@ def remember_interrupts() -> None:
 
 def ends_interrupted() -> None:
     """The command ends by a first Ctrl-C: a second one is raised at a safe point only, where it can be caught."""
-    global _interrupted
-    if signal.getsignal(signal.SIGINT) is _handle and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _note)
-        _interrupted = False
+    global _pressed, _ending
+    _pressed, _ending = False, True
 
 
 def raise_if_interrupted() -> None:
     """Raises KeyboardInterrupt, once, for an interrupt that came since and was dropped on its way."""
-    global _interrupted
-    if _interrupted:
-        _interrupted = False
+    global _pressed
+    if _pressed:
+        _pressed = False
         raise KeyboardInterrupt
 
 
-def _note(_signal: int, _frame: FrameType | None) -> None:
-    global _interrupted
-    _interrupted = True
-
-
 def _handle(_signal: int, _frame: FrameType | None) -> None:
-    global _interrupted
-    _interrupted = True
-    raise KeyboardInterrupt
-
-
-def close_at_exit(close: Callable[[str], object]) -> None:
-    """Register `close`, to be called once with the sweep's status when the command ends before the sweep does."""
-    global _close_sweep
-    _close_sweep = close
-
-
-def close_sweep(status: str) -> None:
-    """Make the registered call, if there is one. Its errors are logged: they must not hide why the command ends."""
-    global _close_sweep
-    close, _close_sweep = _close_sweep, None
-    if close is None:
-        return
-    try:
-        close(status)
-    except KeyboardInterrupt:
-        say("Interrupted again; the same command completes what is missing in MLflow.")
-    except (PensieveError, OSError) as error:
-        log.warning("the sweep could not be closed: %s", error)
-
-
-def sweep_is_closed() -> None:
-    """Drop the registered call: the sweep has ended by itself."""
-    global _close_sweep
-    _close_sweep = None
+    global _pressed
+    _pressed = True
+    if not _ending:
+        raise KeyboardInterrupt
 
 
 class TrialProgress:
@@ -200,11 +159,15 @@ class TrialProgress:
     def __init__(self, title: str, total: int | None, shown: bool = True) -> None:
         self._began = self._told = time.perf_counter()
         self._title, self._of, self._shown = title, f" of {total:,}" if total else "", shown
-        self._bar: Progress | None = None
-        if shown and sys.stderr.isatty():
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-            more = TextColumn("turns  {task.fields[rate]}"), TimeRemainingColumn()
-            self._bar = Progress(*columns, *more, console=Console(stderr=True), transient=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("turns  {task.fields[rate]}"),
+        )
+        bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        self._bar = bar if shown and sys.stderr.isatty() else None
+        if self._bar is not None:
             self._bar.start()
             self._task = self._bar.add_task(title, total=total, rate="")
 
