@@ -36,7 +36,7 @@ class Scripted:
     device = "cuda:0"
 
     def __init__(self, clock, fails_after=None):
-        self.clock, self.fails_after, self.reads, self.closed = clock, fails_after, 0, False
+        self.clock, self.fails_after, self.reads = clock, fails_after, 0
 
     def read(self):
         self.reads += 1
@@ -46,9 +46,6 @@ class Scripted:
             Quantity("gpu_util_pct", 50.0, "%"), Quantity("power_w", 200.0, "W"),
             Quantity("energy_j", 300.0 * self.clock.now_s(), "J"), Quantity("memory_bytes", 10.0 * self.reads, "bytes"),
         ]  # fmt: skip
-
-    def close(self):
-        self.closed = True
 
 
 def values(metrics):
@@ -64,7 +61,6 @@ def test_readings_are_stored_and_summed_up(store):
             time.sleep(0.01)
         lasted = clock.now_s()
     readings = store.samples_of(1)
-    assert meter.closed
     assert len(readings) == 4 * meter.reads
     assert {r.device for r in readings} == {"cuda:0"}
     assert 0 <= readings[0].at_s <= readings[-1].at_s <= clock.now_s()  # of the trial's clock, from its beginning

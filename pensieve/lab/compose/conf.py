@@ -83,7 +83,7 @@ def meant(key: str) -> str:
     texts = [file.read_text() for file in (folder.rglob("*.yaml") if dot and folder.is_dir() else own)]
     form = r"^(?:  - )?(\w+):" if not dot else r"^ *(\w+):" if folder.is_dir() else r"^ +(\w+):"
     names = {one for text in texts for one in re.findall(form, text, re.MULTILINE)}
-    close = difflib.get_close_matches(name, names - {name}, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, names - {name}, n=1, cutoff=0.65)
     return f"; did you mean {above}{dot}{close[0]}?" if close else ""
 
 

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from statistics import fmean
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +55,6 @@ class Meter(NamedTuple):
 
     device: str
     read: Callable[[], list[Quantity]]
-    close: Callable[[], None] = lambda: None
 
 
 def meter_of(device: Device, elsewhere: bool = False) -> Meter | None:
@@ -126,12 +124,8 @@ def _nvml_meter(identity: str, name: str) -> Meter:
     import pynvml
 
     nvml: Any = pynvml
-    nvml.nvmlInit()
-    try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(identity)
-    except Exception:
-        nvml.nvmlShutdown()
-        raise
+    nvml.nvmlInit()  # for as long as the process lives
+    handle = nvml.nvmlDeviceGetHandleByUUID(identity)
     asked: list[tuple[str, str, Callable[[], float]]] = [
         ("gpu_util_pct", "%", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
         ("gpu_mem_util_pct", "%", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).memory),
@@ -147,7 +141,7 @@ def _nvml_meter(identity: str, name: str) -> Meter:
                 found.append(Quantity(quantity, float(value()), unit))
         return found
 
-    return Meter(name, read, nvml.nvmlShutdown)
+    return Meter(name, read)
 
 
 # -- one sampler, of a device or of a cache -----------------------------------------------------------------------------
@@ -190,17 +184,13 @@ class Sampler:
 
     def __enter__(self) -> Sampler:
         self._origin_s = self._clock.now_s()
-        if self._meter is None:
-            pass
-        elif isinstance(self._clock, VirtualClock):
+        if isinstance(self._clock, VirtualClock) and self._meter is not None:
             self._clock.on_advance = self._advance
-        else:
+        elif self._meter is not None:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._meter is None:
             return
         if isinstance(self._clock, VirtualClock):
@@ -208,7 +198,6 @@ class Sampler:
         else:
             self._stop.set()
             self._thread.join()
-        self._meter.close()
         try:
             self._store_moments()
         except ResultsError as problem:
@@ -257,15 +246,16 @@ class Sampler:
 def device_metrics(sampler: Sampler, start_s: float, end_s: float, output_tok_s: float | None) -> list[MetricValue]:
     """Means over [start_s, end_s] and peaks over the whole trial; null where the device does not report it."""
     inside: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    readings = sampler.readings()
-    for one in readings:
-        if start_s <= one.at_s <= end_s and one.value is not None:
+    memory = []
+    for one in sampler.readings():
+        if one.value is not None and start_s <= one.at_s <= end_s:
             inside[one.name].append((one.at_s, one.value))
+        if one.value is not None and one.name == "memory_bytes":
+            memory.append(one.value)
     means = {name: fmean(value for _, value in found) for name, found in inside.items()}
     power, energy = means.get("power_w"), inside["energy_j"]
     if len(energy) > 1 and energy[-1][0] > energy[0][0]:  # the device's own counter misses no peak between two readings
         power = (energy[-1][1] - energy[0][1]) / (energy[-1][0] - energy[0][0])
-    memory = [one.value for one in readings if one.name == "memory_bytes" and one.value is not None]
     return [
         *(MetricValue(name, means.get(name), n=len(inside[name]), n_unit="samples") for name in MEANS),
         MetricValue("energy_j_per_token", power / output_tok_s if power is not None and output_tok_s else None),
@@ -281,30 +271,25 @@ class Neighbours:
     """Counts from its construction on. A virtual machine's stolen time is others' time too."""
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._began_s = time.monotonic()
-        self._busy_s, self._own_s = _busy_s(), self._own_cpu_s()
+        self._began = self._counted()
 
     def share(self) -> float:
         """CPU time of all other processes over that of all cores, 0 to 1. Children of this process, such as an engine
         beside it, are its own."""
-        available_s = (time.monotonic() - self._began_s) * (psutil.cpu_count() or 1)
-        others_s = (_busy_s() - self._busy_s) - (self._own_cpu_s() - self._own_s)
+        wall_s, others_s = (now - then for now, then in zip(self._counted(), self._began, strict=True))
+        available_s = wall_s * (psutil.cpu_count() or 1)
         return min(1.0, max(0.0, others_s / available_s)) if available_s > 0 else 0.0
 
-    def _own_cpu_s(self) -> float:
-        total = 0.0
-        for process in (self._process, *self._process.children(recursive=True)):
+    @staticmethod
+    def _counted() -> tuple[float, float]:
+        """Seconds of the clock, and those that all cores together have worked for others."""
+        others_s = sum(s for name, s in psutil.cpu_times()._asdict().items() if name not in _NOT_BUSY)
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):  # it ended meanwhile: its parent's times have it
                 times = process.cpu_times()
-                total += times.user + times.system + times.children_user + times.children_system
-        return total
-
-
-def _busy_s() -> float:
-    """Seconds that all cores together have worked since the machine started."""
-    times = psutil.cpu_times()._asdict()
-    return float(sum(seconds for name, seconds in times.items() if name not in _NOT_BUSY))
+                others_s -= times.user + times.system + times.children_user + times.children_system
+        return time.monotonic(), others_s
 
 
 NS = 10**9
