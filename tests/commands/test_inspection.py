@@ -19,16 +19,7 @@ def test_every_workload_can_be_inspected_without_an_engine(workload):
     found = inspection_of(plan)
     assert found.plan.load in ("open", "closed", "partly open")
     page = "\n".join(inspection_lines(plan, found))
-    for part in (
-        "sessions",
-        "measured",
-        "prompt tokens a turn",
-        "reuse",
-        "rates",
-        "working set",
-        "x cache.gpu (1,408)",
-    ):
-        assert part in page
+    assert "x cache.gpu (1,408)" in page
 
 
 def test_the_same_workload_is_shown_once(capsys):

@@ -203,7 +203,6 @@ def test_the_next_prompt_holds_the_reply_block_for_block(name, cut):
     whole = list(row.blocks) + list(row.output_blocks)
     assert len(row.output_blocks) >= 3 and list(after.blocks[: len(whole)]) == whole
     assert (row.prompt_tokens, row.output_tokens, row.cached_tokens, row.first_token_s) == (30, 9, 16, 3.0)
-    assert [one["role"] for one in after.messages] == ["user", "assistant", "user", "assistant"]
 
 
 def test_token_ids_are_hashed_where_the_upstream_tells_them():

@@ -1,4 +1,3 @@
-from pensieve.core.request import Free
 from pensieve.lab.workload.chat import ChatWorkload
 from tests.scripted import context
 from tests.workload.dry import drive, measured
@@ -25,9 +24,3 @@ def test_a_conversation_ends_before_it_outgrows_the_context():
     assert max(held.values()) <= 600
     assert plan.facts["conversations_cut_by_context"] == plan.sessions
     assert plan.turns < 8 * plan.sessions
-
-
-def test_free_replies_may_take_the_limit():
-    free = ChatWorkload(context(force_lengths=False), free=True, max_new_tokens=50)
-    assert free.describe().facts["replies"] == "free"
-    assert all(a.request.output == Free(50) for a in drive(free))

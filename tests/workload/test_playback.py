@@ -7,7 +7,7 @@ import pytest
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.fit import Fit, fitted, synthesised, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users, lengths_of
-from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Text, hashes_of
+from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, hashes_of
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import drive, measured
 
@@ -37,10 +37,7 @@ def test_recorded_times_are_kept_whatever_the_system_does():
             seen = measured(drive(playback(TIMED, Recorded(scale)), service_s))
             assert keys(seen) == [("b", 1), ("a", 1), ("b", 2), ("a", 2)]
             assert [one.at_s - seen[0].at_s for one in seen] == pytest.approx([0, 0, 0.5 * scale, 4 * scale])
-
-
-def test_a_recorded_request_is_sent_though_the_one_before_failed():
-    assert len(measured(drive(playback(TIMED, Recorded()), fail={("b", 1)}))) == 4
+    assert len(measured(drive(playback(TIMED, Recorded()), fail={("b", 1)}))) == 4, "also where the one before failed"
     assert len(measured(drive(playback(TALKS, Poisson(1.0)), fail={("c2", 1)}))) == sum(len(c.calls) for c in TALKS) - 2
 
 
@@ -91,19 +88,11 @@ def test_prompts_of_a_conversation_add_up_and_those_with_the_whole_do_not():
     assert dialogue.steps[0].build()[:16] == dialogue.steps[1].build()[:16]
 
 
-def test_texts_of_a_conversation_are_marked_up_and_whole_prompts_are_left_alone():
-    steps = Fit(context()).dialogue(conversation("a", Call(Text("Hi"), Text("yes")), Call(Text("So"), Text("")))).steps
-    assert [bytes(list(step.build())) for step in steps] == [b"User: Hi\nAssistant:", b"\nUser: So\nAssistant:"]
-    assert [step.reply for step in steps] == [3, 1]
-    (step,) = Fit(context()).dialogue(conversation("a", Call(Text("Hi"), 2, continues=False))).steps
-    assert bytes(list(step.build())) == b"Hi"
-
-
 def test_replies_are_capped_and_free_ones_may_use_the_cap():
     asked = chat("a", (10, 5), (10, 50))
-    assert [step.reply for step in Fit(context(), max_new_tokens=8).dialogue(asked).steps] == [5, 8]
-    assert [step.reply for step in Fit(context(), max_new_tokens=8, free=True).dialogue(asked).steps] == [8, 8]
-    assert [step.reply for step in Fit(context(), free=True).dialogue(asked).steps] == [5, 50]
+    for cap, free, replies in ((8, False, [5, 8]), (8, True, [8, 8]), (None, True, [5, 50])):
+        steps = Fit(context(), max_new_tokens=cap, free=free).dialogue(asked).steps
+        assert [step.reply for step in steps] == replies
 
 
 def test_what_does_not_fit_is_cut_and_counted():

@@ -61,11 +61,6 @@ def test_a_relative_rate_is_a_multiple_of_what_stateless_serving_could_finish(fe
     steps = [step for each in sharegpt_workload(known, conversations=100)._measured for step in each.steps]
     prompts = sum(step.prompt for step in steps) / len(steps)
     assert 2 * half["request_rate_per_s"] == pytest.approx(1 / prompts)
-    for field in ("stateless_capacity_req_s",):  # a plain rate knows nothing of it
-        assert field not in sharegpt_workload(known, request_rate=1.0).describe().facts
-
-
-def test_a_relative_rate_needs_a_machine_whose_speed_is_known(few_means):
     with pytest.raises(ConfigError, match=r"set workload\.request_rate"):
         sharegpt_workload(context(), relative_rate=1.0)
     with pytest.raises(ConfigError, match=r"workload\.users sets the load"):

@@ -49,12 +49,9 @@ class Recorded:
             if row.session_from == "previous_response_id":
                 row.session = known
         else:
-            pieces = list(prompt_pieces(asked))
-            prompt = b"".join(piece for _, piece in pieces)
+            prompt = b"".join(prompt_pieces(asked))
             if self.unit == "bytes" and prompt:
-                row.prompt_bytes, ends = len(prompt), 0
-                row.messages = [{"role": role, "end": (ends := ends + len(piece))} for role, piece in pieces]
-                row.blocks = self.salt.blocks(prompt, self.size)
+                row.prompt_bytes, row.blocks = len(prompt), self.salt.blocks(prompt, self.size)
         return Reply(self, row, prompt[-(len(prompt) % self.size) :] if len(prompt) % self.size else b"")
 
     def told(self, response: str, row: Exchange) -> None:
@@ -137,7 +134,7 @@ class Reply:
             self._said.append(event["delta"])
             return bool(event["delta"])
         if isinstance(output := body.get("output"), list) and output:  # a whole response: it has the names of calls too
-            self._said = [piece.decode("utf-8", "replace") for _, piece in _items(output, bare=True)]
+            self._said = [piece.decode("utf-8", "replace") for piece in _items(output, bare=True)]
         self._prompt_ids(event.get("prompt_token_ids"))
         choices = event.get("choices")
         first = next((one for one in choices if isinstance(one, dict)), None) if isinstance(choices, list) else None
@@ -174,23 +171,23 @@ class Reply:
             self._rest = data[len(row.blocks) * recorded.size :]
 
 
-def prompt_pieces(asked: Mapping[str, Any]) -> Iterable[tuple[str, bytes]]:
-    """The prompt of a request, rendered: role and bytes of each message. A reply is rendered as its message is in the next
-    prompt, so that this begins with prompt and reply."""
+def prompt_pieces(asked: Mapping[str, Any]) -> Iterable[bytes]:
+    """The prompt of a request, rendered, a piece a message. A reply is rendered as its message is in the next prompt, so that
+    this begins with prompt and reply."""
     if tools := asked.get("tools"):
-        yield "tools", _plain(tools)
+        yield _plain(tools)
     prompt = asked.get("prompt")
     if prompt is not None:
-        yield "prompt", prompt.encode("utf-8", "replace") if isinstance(prompt, str) else _plain(prompt)
+        yield prompt.encode("utf-8", "replace") if isinstance(prompt, str) else _plain(prompt)
         return
     if asked.get("instructions"):
-        yield "system", _message("system", str(asked["instructions"]))
+        yield _message("system", str(asked["instructions"]))
     given = asked.get("messages", asked.get("input"))
     yield from _items([{"role": "user", "content": given}] if isinstance(given, str) else given or [])
-    yield "assistant", _message("assistant", "")
+    yield _message("assistant", "")
 
 
-def _items(items: Iterable[Any], bare: bool = False) -> Iterable[tuple[str, bytes]]:
+def _items(items: Iterable[Any], bare: bool = False) -> Iterable[bytes]:
     """bare: as the model says them, the first without its role."""
     for place, item in enumerate(items):
         if not isinstance(item, dict):
@@ -203,7 +200,7 @@ def _items(items: Iterable[Any], bare: bool = False) -> Iterable[tuple[str, byte
         for call in item.get("tool_calls") or ():
             function = call.get("function") or {}
             said += _call(str(function.get("name")), str(function.get("arguments")))
-        yield role, said.encode("utf-8", "replace") if bare and not place else _message(role, said)
+        yield said.encode("utf-8", "replace") if bare and not place else _message(role, said)
 
 
 def _message(role: str, text: str) -> bytes:

@@ -71,7 +71,7 @@ def _column(kind: pa.DataType, meaning: str, default: Any = None) -> Any:
     return field(default=default, metadata={"kind": kind, "meaning": meaning})
 
 
-_HASHES, _ENDS = pa.list_(pa.int64()), pa.list_(pa.struct([("role", pa.string()), ("end", pa.int32())]))
+_HASHES = pa.list_(pa.int64())
 
 
 @dataclass(slots=True)
@@ -104,7 +104,6 @@ class Exchange:
     blocks: Sequence[int] | None = _column(_HASHES, "of each full block of its prompt; perhaps one more for the rest")
     lengths: Sequence[int] | None = _column(pa.list_(pa.int32()), "tokens of each of these, where they differ")
     output_blocks: Sequence[int] | None = _column(_HASHES, "of prompt and reply, from where `blocks` ends on")
-    messages: Sequence[dict[str, Any]] | None = _column(_ENDS, "where each message ends, in the unit of the blocks")
 
 
 COLUMNS = {one.name: one.metadata["kind"] for one in dataclasses.fields(Exchange)}
