@@ -157,15 +157,6 @@ def test_the_whole_replay_can_be_cut_off():
     assert record.flags["unsent"] == "1 of 3 planned turns were never sent."
 
 
-def test_each_prompt_is_all_that_was_said_and_the_message():
-    system, said = ScriptedSystem(), {}
-    replay(system, Listed(*(arrival(0.1 * n, n, "ab"[n % 2], turn=1 + n // 2, tokens=n + 1) for n in range(8))))
-    for request in system.submitted:
-        assert request.prompt == said.get(request.session, array("i")) + array("i", [7] * 4)
-        said[request.session] = request.prompt + array("i", range(1, request.output.tokens + 1))
-    assert len(said["a"]) == 4 * 4 + 1 + 3 + 5 + 7
-
-
 @pytest.mark.parametrize("cut_at_s", [0.02, 0.5])
 def test_after_a_timeout_the_next_prompt_begins_with_what_the_engine_holds(cut_at_s):
     """In prefill nothing was generated and the turn is undone, its message too; later what was generated stays."""
@@ -226,23 +217,6 @@ def test_rows_stream_out_in_batches_also_when_interrupted():
     assert kept == list(record.turns)[: len(kept)]
 
 
-def test_turns_can_be_let_go_once_they_were_seen():
-    seen = []
-    record = replay(ScriptedSystem(), chat(), on_batch=seen.extend, keep_turns=False, batch_size=3)
-    kept = replay(ScriptedSystem(), chat())
-    assert (record.turns, len(record.measurement.turns)) == ((), len(seen))
-    assert [turn.token_ids for turn in seen] == [turn.token_ids for turn in kept.turns]
-    assert summarise(record.measurement) == summarise(kept.measurement)
-
-
-def test_progress_counts_streamed_tokens_and_ends_with_all_of_them():
-    steps = []
-    record = replay(ScriptedSystem(), chat(), progress=lambda *step: steps.append(step))
-    assert steps[-1] == (record.plan.turns, sum(turn.output_tokens for turn in record.turns))
-    streaming = [tokens - sum(turn.output_tokens for turn in record.turns[:turns]) for turns, tokens in steps]
-    assert min(streaming) == 0 < max(streaming)
-
-
 @pytest.mark.parametrize(
     ("turns", "counted"),
     [
@@ -256,11 +230,6 @@ def test_counters_are_of_the_stretches_in_which_something_is_measured(turns, cou
     system = ScriptedSystem(lambda request: Latency(first=3000 if request.phase == "long" else 10))
     listed = [arrival(at, n, session, turn=n, phase=phase) for n, (at, session, phase) in enumerate(turns, start=1)]
     assert replay(system, Listed(*listed)).measurement.counters["evicted_chunks"] == counted
-
-
-def test_nothing_to_do_is_a_record_too():
-    record = replay(ScriptedSystem(), Listed())
-    assert (record.turns, record.flags["window"]) == ([], "No measured turn ran.")
 
 
 class SlowToSend(ScriptedSystem):

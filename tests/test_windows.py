@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.engine import Engine, MemoryLimits
+from pensieve.core.engine import MemoryLimits
 from pensieve.core.plan import CPU
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
@@ -148,32 +148,3 @@ def test_a_window_takes_the_last_block(monkeypatch):
     engine.say(request(1, "a", 5, 27))
     run_until(engine, engine.clock, None, [])
     assert (engine.facts.counts.steps, len(launched)) == (27, 1)
-
-
-def test_who_counts_windows_gets_the_same_turns_and_as_many_tokens(monkeypatch):
-    for seed in range(4):
-        singly, _, _ = drive(seed, monkeypatch, True)
-        make = Engine.__init__
-
-        def counting(engine, make=make, **parts):
-            make(engine, **parts)
-            engine.counts_windows = True
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Engine, "__init__", counting)
-            counted, _, _ = drive(seed, monkeypatch, True)
-        turns = [each for each in singly if each[0] not in KINDS]
-        assert [each for each in counted if each[0] not in KINDS] == turns
-        assert tokens_of_each(counted) == tokens_of_each(singly)
-        assert len(counted) < len(singly), "most tokens are not told one by one"
-
-
-KINDS = ("first_token", "token", "finished")
-
-
-def tokens_of_each(seen):
-    """Of each request: how many tokens it was told of, and when the last of them came."""
-    found = {}
-    for _, number, at_s, _, tokens in (each for each in seen if each[0] in KINDS[:2]):
-        found[number] = found.get(number, (0, 0.0))[0] + tokens, at_s
-    return found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import CPU, GPU, Move, Moved, StartReport, StepPlan
+from pensieve.core.plan import StartReport
 from pensieve.core.policies.lru import Lru
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.model_files import model_config
@@ -16,8 +16,7 @@ from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import server_of
 from pensieve.sim.profile import Profile
-from pensieve.sim.worker import SimulatedWorker, VirtualClock
-from tests.simulated import MACHINE, MODEL, policy_context
+from tests.simulated import policy_context
 
 
 def talk(baseline: str = "pensieve", disk: str = "16384 tokens", disk_bw: float = 3e9) -> Any:
@@ -54,19 +53,6 @@ def test_history_comes_from_disk_and_first_tokens_sooner() -> None:
     assert found == 32 * counts["disk_loaded_chunks"]
     history = sum(turn.history_tokens or 0 for turn in with_disk)
     assert statistics["disk_hit_rate"] == pytest.approx(found / history)
-
-
-def test_a_read_takes_what_the_bandwidth_says_and_pushes_writes_back() -> None:
-    block_bytes = 4 * MODEL.kv_bytes_per_token
-    clock = VirtualClock()
-    worker = SimulatedWorker(MODEL, MACHINE, clock, 4, below_bw=block_bytes * 10)  # ten chunks a second
-    blocks = tuple(range(5))
-    store = Move(1, CPU, "disk", blocks, blocks, tuple(bytes([block]) for block in blocks))
-    worker.launch(StepPlan(0, moves=(store, Move(2, "disk", GPU, (6, 7, 8), (1, 2, 3), (b"x", b"y", b"z")))))
-    assert worker.collect(None).moved == (Moved(1),)  # type: ignore[union-attr]
-    assert worker.collect(None).moved == (Moved(2),)  # type: ignore[union-attr]
-    assert clock.now_s() == pytest.approx(0.3)
-    assert worker.collect(None) is None
 
 
 @pytest.mark.parametrize("disk_bw", [1e9, 4e9])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from array import array
-
-import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import Moved
@@ -74,54 +71,3 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
         cache.check()
         assert cache.tiers.gpu.free == cache.tiers.cpu.free == chunks + 1
     assert costs[0] == costs[1]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_counts_hold_through_random_moves(seed: int) -> None:
-    """Admissions, ends, edits, copies out and in that end late, out of order or fail, plans launched and collected."""
-    rng = random.Random(seed)
-    cache = cache_of(48)
-    tickets: list[int] = []
-    step = collected = -1
-    for now in range(400):
-        name = rng.choice("abcdef")
-        session = cache.open(name, float(now))
-        move = rng.choice(("turn", "turn", "out", "out", "end", "end", "fail", "edit", "forget", "plan", "plan"))
-        if move == "turn" and not session.running:
-            suffix = array("i", range(rng.randint(1, 20)))
-            if cache.room.lacking(session, len(session.tokens), session.tokens + suffix) <= 0:
-                admission = cache.admit(session, len(session.tokens), suffix, float(now))
-                cache.advance(session, admission.work)
-        elif move == "turn":
-            cache.release(session, float(now))
-        elif move == "out":
-            cache.room.swap_out(rng.randint(1, 12), float(now), None)
-        elif move in ("end", "fail") and tickets:
-            ticket = tickets.pop(rng.randrange(len(tickets)))
-            if move == "end":
-                cache.finish([Moved(ticket)])
-            else:
-                for lost in cache.finish([Moved(ticket, ok=False)]).copied:
-                    cache.release(lost, float(now))
-                    cache.truncate(lost, 0)
-        elif move == "edit" and not session.running:
-            edit(cache, name, rng.randint(0, len(session.tokens)))
-        elif move == "forget" and not session.running:
-            cache.forget(session)
-        elif move == "plan" and step == collected:
-            step += 1
-            cache.plans(step, step + 1)
-        elif move == "plan":
-            collected = step
-            cache.plans(step + 1, step + 1)
-        tickets += [move.ticket for move in cache.take_moves()]
-        cache.check()
-    cache.plans(step + 1, step + 1)
-    cache.finish([Moved(ticket) for ticket in tickets])
-    for name in list(cache.sessions):
-        session = session_of(cache, name)
-        if session.running:
-            cache.release(session, 401.0)
-        cache.forget(session)
-    cache.check()
-    assert cache.tiers.gpu.free == cache.tiers.cpu.free == 48, "every block came back"

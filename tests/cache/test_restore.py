@@ -118,44 +118,6 @@ def test_a_hybrid_restore_saves_what_was_predicted_and_changes_no_token(h2d_bw: 
         assert saving > 0.1
 
 
-def test_with_another_request_running_everything_is_loaded() -> None:
-    engine = make_engine(200, 400, cache=partial(RestoringCache, restore="hybrid"), max_batch_tokens=64)
-    assert isinstance(engine.cache, RestoringCache)
-    engine.cache.begin(cost=Cost(load=1.0, chunk=0.5), layers=MODEL.layers, batch_tokens=64)
-    engine.say(request(1, "a", 600, 2))
-    run(engine)
-    engine.say(request(2, "b", 700, 2))
-    run(engine)
-    engine.forget("b")
-    engine.say(request(3, "c", 10, 60))
-    engine.step(None)
-    engine.say(request(4, "a", 4, 2, turn=2))
-    turn = run(engine)[4]
-    assert turn.cpu_hit_tokens and not turn.cpu_recomputed_tokens
-
-
-def test_cancelled_half_way_the_copies_on_cpu_are_still_there() -> None:
-    hardware = replace(MACHINE, h2d_bw=3e5)
-    for steps in range(1, 12):
-        blocks = 120
-        engine = make_engine(blocks, 240, cache=partial(RestoringCache, restore="recompute"), hardware=hardware,
-                             max_batch_tokens=30)  # fmt: skip
-        for number, name in ((1, "a"), (2, "b")):
-            engine.say(request(number, name, 390 + 8 * number, 2))
-            run(engine)
-        engine.forget("b")
-        engine.say(request(3, "a", 5, 3, turn=2))
-        for _ in range(steps):
-            engine.step(None)
-            engine.cache.check()
-        engine.cancel(3, "cancelled")
-        run(engine)
-        engine.say(request(4, "a", 5, 3, turn=2))
-        turn = run(engine)[4]
-        assert turn.recomputed_tokens == 0, "nothing was lost"
-        assert (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) == turn.history_tokens
-
-
 def test_while_a_plan_is_in_flight_truncated_blocks_do_not_count_as_available() -> None:
     """An edit keeps little of a conversation whose clean chunks count as available until they are cut off."""
     engine = make_engine(40, 80, swap_out_start=1.0, swap_out_stop=1.0)

@@ -9,11 +9,13 @@ import pytest
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.core.scheduler.active_request import noise_key
 from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from tests.simulated import make_engine, run
 
 
-@pytest.mark.parametrize("cache", [PrefixCache, SlotCache])
+@pytest.mark.parametrize("cache", [PrefixCache, SlotCache, VllmOffload, SharedCache])
 def test_tenants_share_nothing(cache):
     engine, found = make_engine(gpu_blocks=128, cache=cache), []
     for number, tenant in enumerate(("", "", "b", "b")):

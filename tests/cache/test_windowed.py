@@ -75,10 +75,9 @@ def drive(engine, seed, most=400):
             engine.cancel(number, "cancelled")
 
 
-@pytest.mark.parametrize("seeds", [range(4), range(4, 8), range(8, 12)])
-def test_no_token_needs_what_has_left_the_window(seeds):
+def test_no_token_needs_what_has_left_the_window():
     paths = Paths()
-    for seed in seeds:
+    for seed in range(4):
         engine = one_after_another(seed)
         assert engine.overwritten
         paths.add(engine.paths)
@@ -100,7 +99,7 @@ def one_after_another(seed):
 
 @pytest.mark.parametrize(
     ("model_type", "layers", "window", "beside"),
-    [("gemma2", 4, 40, 1), ("gemma3_text", 12, 24, 5), ("gemma3_text", 14, 24, 6), ("gpt_oss", 6, 16, 1)],
+    [("gemma2", 4, 40, 1), ("gemma3_text", 14, 24, 6), ("gpt_oss", 6, 16, 1)],
 )
 def test_as_much_is_held_as_the_cache_of_transformers_holds(model_type, layers, window, beside):
     """Counted on tensors without memory, layer by layer. Ours may have a chunk more at either end of the window, and what
@@ -115,7 +114,7 @@ def test_as_much_is_held_as_the_cache_of_transformers_holds(model_type, layers, 
     make = partial(WindowedCache, window_tokens=window, beside=beside)
     engine = make_engine(gpu_blocks=2000, cpu_blocks=0, cache=make)
     held = 0
-    for turn, length in enumerate((10, 30, 100, 7, 300), 1):
+    for turn, length in enumerate((10, 30, 100, 7), 1):
         engine.say(request(turn, "a", length, 8, turn))
         run(engine)
         session = engine.cache.sessions["a"]

@@ -70,11 +70,9 @@ def test_the_server_s_own_words_are_recorded_over_what_was_configured() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @NEEDS_VLLM
-@pytest.mark.parametrize(("kind", "caching"), [(Vllm, True), (VllmHttp, True), (Vllm, False)])
-def test_vllm_gives_our_tokens_and_reports_what_it_had_cached(
-    kind: type[Any], caching: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.usefixtures("one_cache")
+@pytest.mark.parametrize(("kind", "caching"), [(VllmHttp, True), (Vllm, False)])
+def test_vllm_gives_our_tokens_and_reports_what_it_had_cached(kind: type[Any], caching: bool) -> None:
     module = plain_module(setup_of("wide_llama"))
     system = OutsideSystem(kind(setup_of("wide_llama"), prefix_caching=caching))
     system.start()

@@ -81,11 +81,9 @@ def test_a_ranking_turned_round_does_not_agree() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @NEEDS_VLLM
+@pytest.mark.usefixtures("one_cache")
 @pytest.mark.parametrize("load", [LOADS[0], LOADS[9]], ids=lambda load: load.name)
-def test_three_bodies_find_the_same_and_answer_as_without_a_cache(
-    load: Load, tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_three_bodies_find_the_same_and_answer_as_without_a_cache(load: Load) -> None:
     found, replies, prompts = theirs(load)
     equal = sum(real == own for real, own in zip(found, ours(load), strict=True))
     assert equal >= 0.99 * len(found)

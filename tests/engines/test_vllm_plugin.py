@@ -257,10 +257,8 @@ def test_every_policy_keeps_the_contract_of_vllm_s_own_manager() -> None:
 @NEEDS_VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_vllm_with_a_policy_of_ours_finds_what_our_simulation_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.usefixtures("one_cache")
+def test_vllm_with_a_policy_of_ours_finds_what_our_simulation_finds() -> None:
     load = Load(2, False, "fifo", device=24, host=60)
     cache = partial(VllmOffload, order="eviction", offload_prompt_only=False)
     engine = make_engine(load.device, load.host, BLOCK, cache=cache, policy=Fifo, max_batch_tokens=BATCH)

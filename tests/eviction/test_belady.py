@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.belady import Belady
-from pensieve.core.session import Session
 from tests.simulated import policy_context, request
 
 
@@ -32,15 +31,3 @@ def test_of_two_that_wait_the_one_that_is_served_last_goes_first():
     cache.room.drop(1, 6.0)
     assert first.chunks[0].gpu is None
     cache.check()
-
-
-def test_of_several_requests_of_one_conversation_the_first_counts():
-    session, policy = Session("a", 0, 0.0, 0.0, next_use_s=50.0), Belady(policy_context())
-    assert policy.order(session, 0) == -50.0
-    session.mark_waiting(7)
-    session.mark_waiting(3)  # preempted: it returns to its own place
-    assert policy.order(session, 0) == -3
-    session.unmark_waiting(3)
-    assert policy.order(session, 0) == -7
-    session.unmark_waiting(7)
-    assert policy.order(session, 0) == -50.0 and not session.waiting

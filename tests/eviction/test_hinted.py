@@ -34,7 +34,7 @@ def test_who_will_be_back_goes_last_until_it_is_overdue() -> None:
         idle(5, 40.0, Hint("tool_use")),
     ]
     policy = Hinted(policy_context())
-    assert evicted(policy, sessions, 50.0) == [2, 3, 5, 1, 4]
+    assert evicted(policy, sessions, 60.0) == [2, 3, 5, 1, 4], "to the second"
     assert evicted(policy, sessions, 61.0) == [1, 2, 3, 5, 4], "the first broke its word"
     assert evicted(policy, sessions, 91.0) == [1, 2, 3, 4, 5], "nobody's word stands: least recently used"
 

@@ -12,7 +12,6 @@ import torch
 from pensieve.core.request import Length, Request
 from pensieve.device.model import LoadedModel
 from pensieve.device.worker import TorchOptions, TorchWorker
-from pensieve.errors import HardwareMissing
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import WallClock
 from tests.worker.torch.driver import engine_on, plain_logits, random_tokens, served
@@ -82,16 +81,6 @@ def test_a_shortage_in_flight_fails_its_step_alone(depth: int) -> None:
     assert best.tolist() == list(served.token_ids)
 
 
-def test_a_pool_beyond_the_device_is_a_sentence_with_the_numbers() -> None:
-    model = small_model("llama", 8)
-    block_bytes = 8 * model.spec.kv_bytes_per_token
-    worker = TorchWorker(model, 8, WallClock())
-    with pytest.raises(HardwareMissing, match=r"A KV pool of .* does not fit in CUDA memory, of which .* are free"):
-        worker.start(2 * torch.cuda.mem_get_info()[1] // block_bytes, 0)
-    assert worker.start(16, 16).settings["gpu_pool_bytes"] >= 16 * block_bytes
-    worker.close()
-
-
 def test_auto_fits_and_leaves_its_share() -> None:
     model = small_model("llama")
     options = TorchOptions(max_batch_tokens=256, max_batch_requests=12, memory_share=0.5)
@@ -101,15 +90,3 @@ def test_auto_fits_and_leaves_its_share() -> None:
     free, total = torch.cuda.mem_get_info()
     worker.close()
     assert 0.35 < 1 - free / total < 0.6
-
-
-def test_a_closed_worker_gives_everything_back() -> None:
-    """Its pools, and the graphs' memory; what stays are the libraries' workspaces, which the first start has made."""
-    model = small_model("llama")
-    left = []
-    for _ in range(3):
-        worker = TorchWorker(model, 32, WallClock(), options=TorchOptions(max_batch_requests=8))
-        worker.start(64, 64)
-        worker.close()
-        left.append(torch.cuda.memory_reserved())
-    assert abs(left[1] - left[2]) < 2**25, left

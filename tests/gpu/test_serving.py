@@ -21,7 +21,6 @@ from pensieve.core.request import Length, Request, Sampling
 from pensieve.device.kernels.base import CapturingBackend
 from pensieve.device.model import LoadedModel
 from pensieve.device.worker import TorchOptions, TorchWorker
-from pensieve.lab.bench.steps import Generate, Stepper, plain_module
 from pensieve.plugins.caches.restore import RestoreMode
 from pensieve.serve.systems.base import WallClock
 from tests.simulated import run
@@ -120,27 +119,6 @@ def test_a_deep_model_with_random_weights_is_served_by_triton_and_the_fused_forw
     model = small_model("deep", dtype="bfloat16")
     assert (model.attention.name, model.attention_note, model.forward_note) == ("triton", "", "")
     assert model.self_check.difference > 0
-
-
-def test_decode_steps_are_timed_by_the_device_and_graphs_are_faster() -> None:
-    model = small_model("deep", dtype="bfloat16")
-    stepper = Stepper(model, 8, 200, TorchOptions(depth=2))
-    try:
-        stepper.fill()
-        stepper.decode(8, 4)
-        took = min(stepper.decode(8, 16) for _ in range(5))
-        graphs = stepper.worker.settings()["graphs"]
-    finally:
-        stepper.close()
-    assert took > 0
-    assert graphs == "on" or not isinstance(model.attention, CapturingBackend)
-    assert len(set(stepper.tokens.values())) > 1 and all(0 <= token < 1024 for token in stepper.tokens.values())
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-def test_the_peer_of_the_benchmarks_runs() -> None:
-    """transformers' own decode, on the weights that the fused forward has joined."""
-    assert Generate(plain_module(small_model("deep", dtype="bfloat16")), 4, 100, 1024).step_ms(6) > 0
 
 
 def test_a_trial_runs_and_records_the_device(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_retries_run_until_one_completes_or_they_end(tracking, monkeypatch):
 @pytest.mark.slow  # it waits
 def test_a_trial_that_hangs_is_killed(tracking, monkeypatch):
     monkeypatch.setenv("CRASH", "hang")
-    monkeypatch.setattr(isolate, "GRACE_S", 15.0)
+    monkeypatch.setattr(isolate, "GRACE_S", 8.0)
     outcome = run(tracking, "trial.isolate=true", "trial.timeout_s=0.5", CRASHING)
     assert "did not stop by itself" in outcome.error
     assert tracking.store.trial(outcome.trial_id).status == "failed"

@@ -35,7 +35,7 @@ def test_random_weights_are_a_function_of_the_seed(llama):
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_random_weights_write_varied_text(name, model_of):
     """Of every architecture: where greedy tokens are one id for ever, a comparison of tokens says little."""
-    for seed in range(4):
+    for seed in range(2):
         driver = Driver(model_of(name))
         driver.step(driver.prompt_row(0, random_tokens(40, seed)))
         for _ in range(29):

@@ -180,23 +180,6 @@ def test_abandoned_tickets_are_never_reported(gated):
     assert transfer.moved() == (Moved(1),)
 
 
-def test_a_link_keeps_its_bandwidth(gated, monkeypatch):
-    """By a clock that only its own sleeps move."""
-    now_s = [5.0]
-
-    def sleep(seconds):
-        now_s[0] += seconds
-
-    timer = SimpleNamespace(perf_counter=lambda: now_s[0], perf_counter_ns=time.perf_counter_ns, sleep=sleep)
-    monkeypatch.setattr(thread_link, "time", timer)
-    transfer, _, gate = gated(8 * pools(1).block_bytes / 0.1)
-    assert transfer.swap_in([swap_in(1, tuple(range(8)), tuple(range(8)))]) == 0
-    assert gate.made == [], "the caller is not held up"
-    gate.let(LAYERS)
-    transfer.finish()
-    assert now_s[0] == pytest.approx(5.1)
-
-
 def test_a_step_goes_on_beside_loads_it_does_not_need_and_reports_them_later():
     gate = Gate()
     driver = Driver(tiny_model("llama"), link=ThreadLink(copy=gate))

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import fields
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from pensieve.core.plan import Moved, Row, Sample
-from pensieve.device.attention import Iteration, attending, paged_attention
 from pensieve.device.batch import BlockTables, Spans, build_batch
 from pensieve.device.model import LoadedModel
-from pensieve.errors import UnsupportedModel
 from pensieve.serve.systems.profiling import swap_out
 
 from .driver import Driver, random_tokens, tiny_model
-from .kernels.cases import Heads, make_case
 
 
 def test_a_step_reports_times_and_margins(llama: LoadedModel) -> None:
@@ -59,43 +54,6 @@ def test_a_row_whose_logits_are_not_finite_leaves_the_others_exact(attention: st
     driver.step(driver.decode_row(4), driver.decode_row(1))
     driver.check_logits(4)
     driver.check_logits(1)
-
-
-def test_a_window_reads_nothing_below_it(model_of: Callable[..., LoadedModel]) -> None:
-    """Mistral's layers are all windowed (20): chunks wholly below the window may be gone."""
-    driver = Driver(model_of("mistral"))
-    driver.step(driver.prompt_row(0, random_tokens(60, 1)))
-    for chunk in range(3):  # positions 0-23; the next query is 60 and sees 41-60
-        driver.worker.tensors.gpu[:, driver.tables[0][chunk]] = float("nan")
-    driver.step(driver.decode_row(0))
-    driver.check_logits(0)
-
-
-def test_every_layer_waits_before_its_kv_is_touched_and_a_failed_forward_leaves_no_iteration_behind() -> None:
-    batch, pool = make_case([[(0, 3)]], Heads(4, 2, 8), chunk=4).batch, torch.zeros(2, 1600, 2, 2, 8)
-    q, k = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)
-    waited: list[int] = []
-
-    def wait(layer: int) -> None:
-        assert not pool[layer].any()
-        waited.append(layer)
-
-    def attend(layer: int) -> None:
-        paged_attention(SimpleNamespace(layer_idx=layer), q, k, k, None)
-
-    def fail() -> None:
-        with attending(Iteration(batch, pool, 4, wait)):
-            attend(0)
-            attend(1)
-            raise RuntimeError("x")
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert waited == [0, 1] and pool.sum() == 2 * 3 * 2 * 2 * 8
-    with pytest.raises(LookupError):
-        attend(0)
-    with pytest.raises(UnsupportedModel, match="s_aux"):
-        paged_attention(SimpleNamespace(layer_idx=0), q, k, k, None, s_aux=torch.zeros(2))
 
 
 CPU = torch.device("cpu")

@@ -80,8 +80,7 @@ def registers_and_stack(cubin, folder):
 @pytest.mark.parametrize(
     ("architecture", "large", "dim", "products"),
     [
-        (80, False, 80, "mma"), (89, False, 128, "mma"), (100, False, 128, "mma"), (80, True, 128, "mma"),
-        (90, True, 128, "wgmma"), (100, True, 128, "tcgen05"),
+        (80, False, 80, "mma"), (89, False, 128, "mma"), (90, True, 128, "wgmma"), (100, True, 128, "tcgen05"),
     ],
     ids=str,
 )  # fmt: skip

@@ -64,15 +64,6 @@ def test_the_same_tensors_serve_batch_after_batch():
     assert len(plan._launches[None].joins) == STANDING, "the launch is as large as it can become"
 
 
-@pytest.mark.parametrize(
-    ("rows", "most"), [([[(30, 31)], [(50, 51)]], (1, 40)), ([[(30, 31)]], (1, 1)), ([[(3, 9)]], (4, 40))]
-)
-def test_more_rows_or_blocks_than_there_is_room_for_are_our_own_bug(rows, most):
-    case = make_case(rows)
-    with pytest.raises(AssertionError):
-        TritonBackend().standing(case.pool, case.chunk, *most).update(case.batch)
-
-
 # -- a conversation ---------------------------------------------------------------------------------------------------------
 
 
