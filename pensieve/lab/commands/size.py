@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import BaseModel, ConfigDict, Field
+from rich.table import Table as RichTable
 
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.build import check_memory, longest_conversation, make_workload, preflight
@@ -31,12 +32,11 @@ from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.size_map import SETTINGS, Place, Question, SizeMap, read_map
 from pensieve.lab.reuse import reuse_of
-from pensieve.lab.statistics import Estimate, estimated
 from pensieve.lab.trial.job import Job, Outcome, Tracking, open_tracking
 from pensieve.lab.trial.sweep import brief, draw_figures, figure_lines, performing, places, processes_here
 from pensieve.lab.trial.terminal import INTERRUPTED, command_line, console, ends_interrupted, say
 from pensieve.lab.workload.base import WorkloadPlan
-from pensieve.units import NONE, Table, ceil_div, duration, grid, parse_capacity, percent, significant
+from pensieve.units import NONE, ceil_div, duration, grid, parse_capacity, percent, significant
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class SizeSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    gpu: list[Size] | None = None
-    cpu: list[Size] | None = None
+    gpu: list[Size] | None = Field(None, min_length=1)
+    cpu: list[Size] | None = Field(None, min_length=1)
     points: int = Field(6, ge=1)
     seeds: list[int] = Field([0, 1, 2, 3, 4], min_length=1)
     of: Literal["history", "prompt"] = "history"
@@ -109,10 +109,9 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         loads = [_described(load.plan(config.cache.gpu, config.cache.cpu, seed)) for seed in settings.seeds]
         suggested = default_sizes(plan, loads, settings.points)
         gpu, cpu = suggested[0] if gpu is None else gpu, suggested[1] if cpu is None else cpu
-    sizes = _ascending(gpu, "size.gpu"), _ascending(cpu, "size.cpu")
     return Question(
-        gpu=sizes[0],
-        cpu=sizes[1],
+        gpu=_ascending(gpu, "size.gpu"),
+        cpu=_ascending(cpu, "size.cpu"),
         seeds=tuple(dict.fromkeys(settings.seeds)),
         of=settings.of,
         knee=settings.knee,
@@ -125,19 +124,11 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
 
 def _ascending(sizes: Sequence[Size], field: str) -> tuple[str, ...]:
     """As typed, in order and each once. Bytes and tokens cannot be ordered without a model, so one map has one of them."""
-    if not sizes:
-        raise ConfigError(f"{field} names no size; give some, such as {field}=[4GB,8GB,16GB], or leave it out.")
     read = {str(size): parse_capacity(size, field) for size in sizes}
-    amounts = {text: _amount(text) for text in read}
-    if len({found.tokens is None for text, found in read.items() if amounts[text]}) > 1:
+    amounts = {text: one.bytes or one.tokens or 0 for text, one in read.items()}
+    if len({read[text].tokens is None for text, amount in amounts.items() if amount}) > 1:
         raise ConfigError(f"{field} mixes bytes and tokens; give all sizes in one of them.")
     return tuple(sorted({amount: text for text, amount in amounts.items()}.values(), key=lambda text: amounts[text]))
-
-
-def _amount(size: Size) -> int:
-    """In bytes or in tokens, whichever it is given in."""
-    found = parse_capacity(size)
-    return (found.bytes if found.tokens is None else found.tokens) or 0
 
 
 def _described(plan: TrialPlan) -> WorkloadPlan:
@@ -372,7 +363,7 @@ class _Planner:
         status = "failed" if self.failures else "completed"
         self.close(status)
         print(found.load() or "", found.sentence(), sep="\n")
-        console().print(*(grid(lines, title, fold=True) for title, lines in tables_of(found).items()), sep="\n")
+        console().print(map_of(found))
         print(*places(self.tracking), sep="\n", flush=True)
         for sentence in dict.fromkeys(self.failures.values()):
             say(f"Not every cell has run: {sentence}")
@@ -384,25 +375,7 @@ class _Planner:
         return 1 if self.failures else 0
 
 
-# -- tables -------------------------------------------------------------------------------------------------------------
-
-
-def tables_of(found: SizeMap) -> dict[str, Table]:
-    """By their titles; without those that have no line."""
-    q = found.question
-    return {
-        _map_title(q): _map_lines(found),
-        "The smallest sizes that suffice": _answers(found),
-    }
-
-
-def _map_title(q: Question) -> str:
-    slo = "" if q.slo_ttft_ms is None else f", + meets {q.slo_ttft_ms:g} ms"
-    what = "Share found (%)" + ("" if q.reuse else f", and TTFT {q.percentile} (ms) under it")
-    return f"{what}: * reaches {q.knee:.0%} of the most{slo}"
-
-
-def _map_lines(found: SizeMap) -> Table:
+def map_of(found: SizeMap) -> RichTable:
     """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it."""
     q = found.question
 
@@ -414,40 +387,10 @@ def _map_lines(found: SizeMap) -> Table:
         under = "" if q.reuse else f"\n{NONE if late is None else significant(late)}"
         return f"{marks}{percent(found.mean(place, 'found'))}{under}"
 
-    return [
+    lines = [
         {"GPU \\ CPU": size, **{beside: cell((gpu, cpu)) for cpu, beside in enumerate(q.cpu)}}
         for gpu, size in reversed(list(enumerate(q.gpu)))
     ]
-
-
-_TOLD = {
-    "found, %": "found",
-    "bound, %": "bound",
-    "TTFT p50, ms": "ttft_ms_p50",
-    "TTFT p90, ms": "ttft_ms_p90",
-    "tokens/s": "throughput_output_tok_s",
-    "recomputed, s": "recomputed_s",
-}
-
-
-def _answers(found: SizeMap) -> Table:
-    """The smallest sizes that suffice, and the largest, with everything that is told of a cell."""
-    q = found.question
-    rows = [*(("knee", place) for place in found.knee), *((f"{q.slo_ttft_ms:g} ms", place) for place in found.meeting)]
-
-    def line(why: str, place: Place) -> dict[str, str]:
-        sizes = {tier: sizes[index] for tier, sizes, index in zip(("gpu", "cpu"), q.axes.values(), place, strict=True)}
-        told = {head: estimated(_read(found.estimate(place, name), head)) for head, name in _TOLD.items()}
-        cost = found.an_hour(place)
-        an_hour = {} if cost is None else {"an hour": f"{cost:.4g}"}
-        return {"": why, **sizes, **told, "seeds": str(len(found.seeds(place))), **an_hour}
-
-    return [line(why, place) for why, place in (*rows, ("largest", q.corner)) if place in found.cells]
-
-
-def _read(found: Estimate | None, head: str) -> Estimate | None:
-    """A share in percent, where its column is."""
-    if found is None or not head.endswith("%"):
-        return found
-    low, high = (None if end is None else 100 * end for end in (found.ci_low, found.ci_high))
-    return replace(found, value=100 * found.value, ci_low=low, ci_high=high)
+    what = "Share found (%)" + ("" if q.reuse else f", and TTFT {q.percentile} (ms) under it")
+    slo = "" if q.slo_ttft_ms is None else f", + meets {q.slo_ttft_ms:g} ms"
+    return grid(lines, f"{what}: * reaches {q.knee:.0%} of the most{slo}", fold=True)

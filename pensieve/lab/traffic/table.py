@@ -9,12 +9,14 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from pensieve.core.request import TokenArray
 from pensieve.errors import MalformedInput
@@ -139,18 +141,17 @@ class Salt:
         return keyed
 
 
-def edges(count: int, block_tokens: float) -> list[int]:
-    """Where `count` blocks begin, and where the last one ends, in tokens: of the place in a prompt alone, so that what two
-    prompts begin with is equally long in both."""
-    return [int(place * block_tokens) for place in range(count + 1)]
+def ends_of(one: Exchange, facts: Facts) -> NDArray[np.int64]:
+    """Where its prompt's blocks end, in tokens: where blocks are equally long, of the place in a prompt alone, so that what
+    two prompts begin with is equally long in both."""
+    if one.lengths is not None:
+        return np.cumsum(np.array(one.lengths, dtype=np.int64))
+    return edges(len(one.blocks or ()), facts.block_tokens or 0.0)[1:]
 
 
-def lengths_of(one: Exchange, facts: Facts) -> list[int]:
-    """Tokens of each of its prompt's blocks."""
-    if one.lengths is not None or not one.blocks:
-        return list(one.lengths or ())
-    assert facts.block_tokens is not None, "whoever hashes blocks says how long they are"
-    return [stop - start for start, stop in pairwise(edges(len(one.blocks), facts.block_tokens))]
+def edges(count: int, block_tokens: float) -> NDArray[np.int64]:
+    """Where `count` blocks begin, and where the last one ends, in tokens."""
+    return (block_tokens * np.arange(count + 1)).astype(np.int64)
 
 
 def write(path: Path, facts: Facts, exchanges: Iterable[Exchange]) -> None:

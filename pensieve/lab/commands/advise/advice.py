@@ -70,21 +70,13 @@ class Served:
     block_tokens: int
     told: bool
 
-    def changed(self, share: float, gpu: int | None = None, cpu: int | None = None, **fields: Any) -> dict[str, Any]:
-        """The configuration of a replay. share: of the tiers, as of the conversations. fields: whole nodes."""
+    def changed(self, share: float, cpu: int | None = None, disk: int = 0, **nodes: Any) -> dict[str, Any]:
+        """The configuration of a replay. share: of the tiers, as of the conversations."""
         size = self.block_tokens
-
-        def tokens(count: int) -> str:
-            return f"{max(4, round(count * share / size)) * size if count else 0} tokens"
-
-        cache = {
-            **self.config["cache"],
-            "gpu": tokens(gpu or self.gpu_tokens),
-            "cpu": tokens(self.cpu_tokens if cpu is None else cpu),
-            "chunk_tokens": size,
-            "disk": tokens(fields.pop("disk", 0)),
-        }
-        return {**self.config, "cache": cache, **fields}
+        tiers = {"gpu": self.gpu_tokens, "cpu": self.cpu_tokens if cpu is None else cpu, "disk": disk}
+        tokens = {tier: max(4, round(count * share / size)) * size if count else 0 for tier, count in tiers.items()}
+        sizes = {tier: f"{count} tokens" for tier, count in tokens.items()}
+        return {**self.config, "cache": {**self.config["cache"], **sizes, "chunk_tokens": size}, **nodes}
 
 
 @dataclass(frozen=True, slots=True)

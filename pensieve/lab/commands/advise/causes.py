@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve.lab.bound import Idle, most_kept
-from pensieve.lab.traffic.table import Exchange, Facts, lengths_of
+from pensieve.lab.traffic.table import Exchange, Facts, ends_of
 from pensieve.lab.workload.formats.traffic import prompt_tokens
 from pensieve.serve.books.books import PositionPrices
 
@@ -140,7 +140,7 @@ class _Reader:
         self.replicas.add(replica)
         self.tenants.add(one.tenant)
         hashes = np.array(one.blocks, dtype=np.int64)
-        (path, same), ends = self._path(hashes, name), self._ends(one)
+        (path, same), ends = self._path(hashes, name), ends_of(one, reading.facts)
         full = int(np.searchsorted(ends, prompt, side="right"))
         usable = int(np.searchsorted(ends, prompt - 1, side="right"))  # every engine computes the last token
         first_s = at_s if one.first_token_s is None else max(at_s, one.first_token_s)
@@ -171,13 +171,6 @@ class _Reader:
             unknown["hashes of the reply"] += 1
         self.latest[name] = (hashes, own, own_ends, sent)
         reading.sent.append(sent)
-
-    def _ends(self, one: Exchange) -> Ids:
-        """Where its blocks end, as table.edges says."""
-        size = self.reading.facts.block_tokens
-        if one.lengths is not None or size is None:
-            return np.cumsum(np.array(lengths_of(one, self.reading.facts), dtype=np.int64))
-        return (size * np.arange(1, len(one.blocks or ()) + 1)).astype(np.int64)
 
     def _path(self, hashes: Ids, name: str) -> tuple[Ids, int]:
         """Its nodes, and how many of them its conversation had sent before: these need not be walked."""

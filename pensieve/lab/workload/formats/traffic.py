@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import get_args
+
+import numpy as np
 
 from pensieve.core.request import Hint, StopReason
 from pensieve.lab.traffic import table
@@ -184,8 +185,8 @@ def converted(recording: Recording, salt: Salt) -> tuple[Facts, Iterator[Exchang
         if isinstance(content, Blocks):
             row.blocks = [salt.number(one) for one in content.hashes]
             if common is None:
-                ends = [min(end, content.tokens) for end in table.edges(len(content.hashes), content.block_tokens)]
-                row.lengths = [stop - start for start, stop in pairwise(ends)]
+                ends = table.edges(len(content.hashes), content.block_tokens)
+                row.lengths = np.diff(np.minimum(ends, content.tokens)).tolist()
         elif isinstance(content, Parts):
             row.blocks = [salt.number(one) for one, _ in content.pieces]
             row.lengths = [tokens for _, tokens in content.pieces]
