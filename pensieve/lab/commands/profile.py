@@ -7,16 +7,16 @@ process's memory happens to lie makes up to a tenth of a decode on a CPU.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from pensieve.lab.compose.build import check_free_memory, check_measurable
 from pensieve.lab.compose.conf import outputs_folder, read_option
-from pensieve.lab.compose.plan import TrialPlan, plan_trial
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import TrialConfig, check, check_node
 from pensieve.lab.trial.job import device_lock
 from pensieve.lab.trial.machine import SHORTEST_CONTEXT, measure_machine
@@ -27,17 +27,17 @@ from pensieve.sim.machine_profile import MachineProfile, middle_of
 LATEST = "latest.json"
 
 
+PROCESSES, ROUNDS, BUDGET_S = 3, 5, 120.0
+"""How many processes measure, how often each cell is measured in each at most, and seconds of measured cells in all of them,
+beyond which no further cell or round begins."""
+
+
 class ProfileSettings(BaseModel):
-    """The node `profile`. to: a file; None: profiles/<model>-<device>.json of the outputs, and latest.json. processes: how
-    many measure, one after the other. rounds: how often each cell is measured in each, at most. budget_s: of measured cells
-    in all of them, beyond which no further cell or round begins."""
+    """The node `profile`. to: a file; None: profiles/<model>-<device>.json of the outputs, and latest.json."""
 
     model_config = ConfigDict(extra="forbid")
 
     to: str | None = None
-    processes: int = Field(default=3, ge=1)
-    rounds: int = Field(default=5, ge=1)
-    budget_s: float = Field(default=120.0, gt=0)
 
 
 def profile(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
@@ -46,35 +46,28 @@ def profile(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     fields = {name: value for name, value in config.items() if name != "profile"}
     plan = plan_trial(_checked(fields))
     check_measurable(plan)
+    spawn = multiprocessing.get_context("spawn")  # a fork would share threads, and where memory lies
+    measured = []
     with device_lock(plan.device, plan.config.trial.exclusive, say):
         check_free_memory(plan)
-        found = middle_of(list(_measured_apart(plan, fields, settings)))
+        for place in range(1, PROCESSES + 1):
+            with ProcessPoolExecutor(1, mp_context=spawn) as apart:
+                measured.append(apart.submit(_measure, fields).result())
+            say(f"measured in {place} of {PROCESSES} processes")
+    found = middle_of(measured)
     folder = outputs_folder() / "profiles"
-    if settings.to is not None:
-        paths = [Path(settings.to)]
-    else:
-        name = "".join(letter if letter.isalnum() else "-" for letter in plan.device.label)
-        paths = [folder / f"{plan.model.name}-{name}.json", folder / LATEST]
-    for path in paths:
+    name = "".join(letter if letter.isalnum() else "-" for letter in plan.device.label)
+    paths = [folder / f"{plan.model.name}-{name}.json", folder / LATEST]
+    for path in [Path(settings.to)] if settings.to is not None else paths:
         found.write(path)
     say(_summary(found))
-    print(f"Profile:  {paths[0]}")
+    print(f"Profile:  {settings.to or paths[0]}")
     return 0
 
 
-def _measured_apart(plan: TrialPlan, fields: Mapping[str, Any], settings: ProfileSettings) -> Iterator[MachineProfile]:
-    """The machine as each of so many new processes finds it."""
-    spawn = multiprocessing.get_context("spawn")  # a fork would share threads, and where memory lies
-    for place in range(settings.processes):
-        if place:
-            say(f"measured in {place} of {settings.processes} processes")
-        with ProcessPoolExecutor(1, mp_context=spawn) as apart:
-            yield apart.submit(_measure, dict(fields), settings.rounds, settings.budget_s / settings.processes).result()
-
-
-def _measure(fields: Mapping[str, Any], rounds: int, budget_s: float) -> MachineProfile:
+def _measure(fields: Mapping[str, Any]) -> MachineProfile:
     with open_shelf():  # the worker alone and the engine then read the same weights, where they lie
-        return measure_machine(plan_trial(_checked(fields)), rounds, budget_s)
+        return measure_machine(plan_trial(_checked(fields)), ROUNDS, BUDGET_S / PROCESSES)
 
 
 def _checked(fields: Mapping[str, Any]) -> TrialConfig:
@@ -90,9 +83,6 @@ def _summary(found: MachineProfile) -> str:
         f"{1e3 * found.overhead_s:.2f} ms an iteration and {1e3 * found.prompt_s(128):.2f} ms a prompt. A block of "
         f"{found.costs.chunk_tokens} tokens takes {1e6 * found.h2d_block_s:.0f} us to load."
     )
-    if busy > BUSY_SHARE:
+    if busy > 0.1:
         text += f" Other programs used {busy:.0%} of this machine meanwhile: measure again when it is idle."
     return text
-
-
-BUSY_SHARE = 0.1

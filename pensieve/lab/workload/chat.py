@@ -6,7 +6,6 @@ import json
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
 from itertools import chain, count, islice
@@ -49,33 +48,24 @@ _OPENINGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """reply_words: how long an answer to this message would reasonably be, in words."""
-
-    user: str
-    reply_words: int
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    id: str
-    title: str
-    turns: tuple[Turn, ...]
+Turn = tuple[str, int]
+"""What the user says, and how long an answer to it would reasonably be, in words."""
 
 
 @cache
-def shipped() -> tuple[Conversation, ...]:
-    """All of conversations.jsonl, in its order; only the user's side, since replies come from the model that runs."""
+def shipped() -> dict[str, list[Turn]]:
+    """All of conversations.jsonl by their ids, in its order; only the user's side, since replies come from the model that
+    runs."""
     text = (resources.files("pensieve.lab.workload") / "conversations.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
-    return tuple(Conversation(row["id"], row["title"], tuple(Turn(**turn) for turn in row["turns"])) for row in rows)
+    return {row["id"]: [(turn["user"], turn["reply_words"]) for turn in row["turns"]] for row in rows}
 
 
 @cache
 def vocabulary() -> tuple[str, ...]:
     """The words of the shipped conversations, each once, in alphabetical order."""
-    words = {word.strip(".,;:?!()'\"").lower() for one in shipped() for turn in one.turns for word in turn.user.split()}
+    said = (user for turns in shipped().values() for user, _ in turns)
+    words = {word.strip(".,;:?!()'\"").lower() for user in said for word in user.split()}
     return tuple(sorted(word for word in words if word.isalpha()))
 
 
@@ -183,12 +173,13 @@ class ScriptWriter:
         self._max_new_tokens = max_new_tokens
         self._free = free
         self._encode = cache(context.message)  # texts repeat
-        self._order = shuffled(len(shipped()), context.seed, "corpus")
+        ids = list(shipped())
+        self._order = [ids[place] for place in shuffled(len(ids), context.seed, "corpus")]
 
     def session(self, number: int) -> str:
         """The name of measured conversation `number`, from 0; beyond the shipped ones they repeat under another name."""
         copy, place = divmod(number, len(self._order))
-        return shipped()[self._order[place]].id + (f".{copy + 1}" if copy else "")
+        return self._order[place] + (f".{copy + 1}" if copy else "")
 
     def write(self, number: int, turns: int, label: str = "") -> Dialogue:
         """Measured conversation `number`. One longer than its text goes on with the next topic.
@@ -213,9 +204,9 @@ class ScriptWriter:
     def _script(self, session: str, phase: str, place: int, turns: int, opening: str, label: str = "") -> Dialogue:
         steps: list[Step] = []
         said = 0
-        for turn in islice(self._lines(place), turns):
-            message = self._encode(turn.user if steps else f"{opening}{turn.user}", not steps)
-            reply = self._max_new_tokens if self._free else min(turn.reply_words, self._max_new_tokens)
+        for user, words in islice(self._lines(place), turns):
+            message = self._encode(user if steps else f"{opening}{user}", not steps)
+            reply = self._max_new_tokens if self._free else min(words, self._max_new_tokens)
             if said + len(message) + reply > self._context.max_context:
                 break
             # A copy for each request: texts that repeat share one encoding.
@@ -230,8 +221,8 @@ class ScriptWriter:
 
     def _lines(self, place: int) -> Iterator[Turn]:
         """The turns of the topic at `place` of the order, then of the topics that follow it, without end."""
-        topics = shipped()
-        return chain.from_iterable(topics[self._order[at % len(topics)]].turns for at in count(place))
+        order = self._order
+        return chain.from_iterable(shipped()[order[at % len(order)]] for at in count(place))
 
 
 INTERVALS = {"hot": 0.3, "warm": 1.0, "cold": 2.5}

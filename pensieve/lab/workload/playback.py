@@ -130,19 +130,18 @@ class Users:
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Seconds between a reply and the next message. Recorded ones times `scale`, at most `cap_s` (None: as long as they are);
-    where nothing is recorded, exponentially distributed with mean `mean_s`, fixed by (seed, session, turn)."""
+    """Seconds between a reply and the next message. Recorded ones times `scale`; where nothing is recorded, exponentially
+    distributed with mean `mean_s`, fixed by (seed, session, turn)."""
 
     seed: int
     mean_s: float
     scale: float = 1.0
-    cap_s: float | None = None
 
     def __call__(self, dialogue: Dialogue, turn: int) -> float:
         recorded = dialogue.steps[turn].pause_s if turn < dialogue.turns else None
         if recorded is None:
             return exponential(self.mean_s, self.seed, "think", dialogue.session, turn)
-        return recorded * self.scale if self.cap_s is None else min(recorded * self.scale, self.cap_s)
+        return recorded * self.scale
 
 
 class Playback:

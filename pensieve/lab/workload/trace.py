@@ -51,7 +51,6 @@ def trace_workload(
     users: Count | Literal["all"] | None = None,
     think_time_s: NotNegative = 60.0,
     think_scale: NotNegative = 1.0,
-    think_cap_s: NotNegative | None = None,
     hint: Literal["recorded", "none"] = "recorded",
     warmup_turns: Count = 4,
     timeout_s: Positive | None = None,
@@ -62,8 +61,8 @@ def trace_workload(
     one, whatever the system does. Its requests carry their whole prompts, or continue where the format's rule says so. A
     format without times (texts), or with times of each session alone (weka), is replayed as conversations that arrive as a
     Poisson process at request_rate / mean turns (load "partly open"), or by `users` who have one after another and all
-    start at once (load "closed"). The next turn comes after the reply and a pause: the recorded one x think_scale, at most
-    think_cap_s; where none is recorded, think_time_s (mean, exponential).
+    start at once (load "closed"). The next turn comes after the reply and a pause: the recorded one x think_scale;
+    where none is recorded, think_time_s (mean, exponential).
 
     Replies have the recorded length and end of sequence is ignored, since the recorded times assume them.
 
@@ -115,7 +114,7 @@ def trace_workload(
         warmups(measured, warmup_turns, WARMUP_SIDE_BY_SIDE, context),
         [*measured, *begun],
         arrivals,
-        Pauses(context.seed, 0.0 if paused else think_time_s, think_scale, think_cap_s),
+        Pauses(context.seed, 0.0 if paused else think_time_s, think_scale),
         timeout_s=timeout_s,
         facts=facts,
         hints=hint == "recorded",

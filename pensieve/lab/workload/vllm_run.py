@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.workload.base import Count, WorkloadContext
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats.reading import Entry, Reader
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded, lengths_of
-from pensieve.lab.workload.recording import Call, Content, Conversation, Parts
+from pensieve.lab.workload.recording import Call, Conversation, Parts
 
 RULE = "Every request is a conversation of its own; prompts that began alike begin alike, by whole blocks of 16 tokens."
 
@@ -48,7 +50,15 @@ def vllm_run(
     conversations = [
         Conversation(
             f"request-{index}",
-            (Call(_content(requests, index), request.output_tokens, request.arrival_s, continues=False, order=index),),
+            (
+                Call(
+                    Parts(tuple(_pieces(requests, index, request.input_tokens))),
+                    request.output_tokens,
+                    request.arrival_s,
+                    continues=False,
+                    order=index,
+                ),
+            ),
         )
         for index, request in enumerate(requests)
     ]
@@ -71,10 +81,6 @@ def vllm_run(
             **lengths_of(measured),
         },
     )
-
-
-def _content(requests: Sequence[RealRequest], index: int) -> Content:
-    return Parts(tuple(_pieces(requests, index, requests[index].input_tokens)))
 
 
 def _pieces(requests: Sequence[RealRequest], index: int, tokens: int) -> list[tuple[int, int]]:
@@ -146,7 +152,7 @@ def shipped() -> list[str]:
 def shipped_run(name: str) -> list[RealRequest]:
     """By arrival. Raises ConfigError for one that there is not."""
     meta = _shipped_meta(name)
-    return _beginning_alike([RealRequest(*row) for row in Reader(RUNS / f"{name}.csv", "fail").entries(_numbers)], meta)
+    return _beginning_alike([RealRequest(*row) for row in _rows(RUNS / f"{name}.csv")], meta)
 
 
 def read_run(path: Path) -> list[RealRequest]:
@@ -187,16 +193,16 @@ class _Served(Entry):
     output_toks: int
 
 
-def _numbers(row: Mapping[str, str]) -> tuple[Any, ...]:
-    """A row of the package's own tables, in the order of their columns."""
-    return tuple(float(text) if "." in text else int(text) for text in row.values())
+def _rows(table: Path) -> Iterable[Any]:
+    """Of one of the package's own tables, in the order of its columns."""
+    return pd.read_csv(table).itertuples(index=False, name=None)
 
 
 def _beginning_alike(requests: Sequence[RealRequest], meta: Mapping[str, Any]) -> list[RealRequest]:
     """The requests with what is known of their workload's prompts."""
     found = list(requests)
     known = RUNS / f"{Path(str(meta.get('dataset_path', ''))).stem}.shared.csv"
-    for place, earlier, tokens in Reader(known, "fail").entries(_numbers) if known.is_file() else ():
+    for place, earlier, tokens in _rows(known) if known.is_file() else ():
         found[place] = replace(found[place], beginning=earlier, shared_tokens=tokens)
     return found
 
