@@ -10,7 +10,6 @@ import pandas as pd
 
 from analysis import style
 from analysis.forms import Bars, Form
-from analysis.provenance import unlike
 from analysis.quantities import median, moved
 from analysis.registry import Plot, Row
 from analysis.sweep import Source
@@ -165,49 +164,28 @@ NO_HITS = "no hits"
 COMMAND = "python runners/run.py experiment=peers/prefix_invalidation -m"
 BLOCKS = "workload.blocks"
 PARTS = ("cached", "recomputed", "new")
-STAGES = {
-    "warm-up [A, B]": "warmup",
-    "miss [B, Q]": "miss",
-    "re-warm-up [A, B]": "rewarm_miss",
-    "the same after a hit": "rewarm_hit",
-}
+STAGES = {"warm-up [A, B]": "warmup", "miss [B, Q]": "miss", "re-warm-up [A, B]": "rewarm"}
 
 
 def steps_of(source: Source, cell: Cell) -> pd.DataFrame:
     """The completed turns of a cell's conversations, but for those that the workload runs first and discards.
 
-    Beside the columns of Source.turns: `step`, the phase and, after a query, its kind, since a miss leaves another cache
-    behind than a hit does; `cached`, prompt tokens found on any tier; `unseen`, tokens never seen before; NaN where the
-    engine does not say.
-
-    Raises MissingSeries where the cell has no hit or no miss, as trials of another workload have none.
+    Beside the columns of Source.turns: `cached`, prompt tokens found on any tier; `unseen`, tokens never seen before; NaN
+    where the engine does not say. Raises MissingSeries where the cell has no hit or no miss, as trials of another workload.
     """
     turns = source.turns(cell, measured=False)
-    turns = turns[turns.index.get_level_values("iteration") >= 0].copy()
-    asked = turns.loc[turns["phase"].isin(PROBES), "phase"]
-    kinds = dict(zip(conversations_of(asked), asked, strict=True))
-    turns["step"] = [
-        f"{phase}_{kinds[key]}" if phase in ("rewarm", "throughput") and key in kinds else phase
-        for key, phase in zip(conversations_of(turns), turns["phase"], strict=True)
-    ]
-    # An engine that reports cached tokens only has no other tier of ours: null there means none.
-    shared = turns["shared_hit_tokens"].fillna(0)
-    others = turns["cpu_hit_tokens"].fillna(0) + turns["disk_hit_tokens"].fillna(0)
-    turns["cached"] = turns["gpu_hit_tokens"] + others + shared
-    turns["unseen"] = turns["new_tokens"] - shared
-    found = turns[(turns["status"] == "completed") & turns["ttft_ms"].notna() & turns["latency_ms"].notna()]
+    found = turns[turns.index.get_level_values("iteration") >= 0].dropna(subset=["ttft_ms", "latency_ms"])
+    found = found[found["status"] == "completed"].copy()
     for name in PROBES:
-        if named(found, name).empty:
+        if not (found["phase"] == name).any():
             raise MissingSeries(
                 f"Sweep {source.sweep.id} has no completed {name} of baseline {cell.baseline}: it is not a sweep over "
                 f"changing prefixes, or all of them failed; run `{COMMAND}`."
             )
-    return found
-
-
-def named(steps: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Those whose step is, or begins with, `name`: "rewarm" means both rewarm_hit and rewarm_miss."""
-    return steps[(steps["step"] == name) | (steps["step"].str.split("_").str[0] == name)]
+    # An engine that reports cached tokens only has no other tier of ours: null there means none.
+    shared = found["shared_hit_tokens"].fillna(0)
+    others = found["cpu_hit_tokens"].fillna(0) + found["disk_hit_tokens"].fillna(0)
+    return found.assign(cached=found["gpu_hit_tokens"] + others + shared, unseen=found["new_tokens"] - shared)
 
 
 def _first_tokens(steps: pd.DataFrame) -> Estimate:
@@ -223,14 +201,15 @@ def queries(source: Source, form: Form) -> Iterator[Plot]:
             (one, cell) for one in panel.values(BLOCKS) for cell in panel.cells if cell.at[BLOCKS] == one
         ):
             steps = steps_of(source, cell)
-            hit, miss = (by_round(named(steps, kind)["ttft_ms"]) for kind in PROBES)
+            asked = {kind: steps[steps["phase"] == kind] for kind in PROBES}
+            hit, miss = (by_round(asked[kind]["ttft_ms"]) for kind in PROBES)
             change = moved(paired_ratio(miss, hit, of="means"), lambda ratio: (ratio - 1) * 100)
-            cached = named(steps, "hit")["cached"]
+            cached = asked["hit"]["cached"]
             # An engine that finds nothing even where all of it was there has no hits that a miss could be slower than.
             nothing = bool(cached.notna().all() and (cached == 0).all())
             beside = NO_HITS if nothing else f"{change.value:+,.0f} %".replace("-", "−")
             for kind in PROBES:
-                found, missed = _first_tokens(named(steps, kind)), kind == "miss"
+                found, missed = _first_tokens(asked[kind]), kind == "miss"
                 rows.append(
                     {
                         "baseline": cell.baseline,
@@ -246,7 +225,7 @@ def queries(source: Source, form: Form) -> Iterator[Plot]:
                         "_ttft_ms_median_text": f"{kind} {found.value:,.1f}{f' ({beside})' if missed else ''}",
                     }
                 )
-        yield Plot(panel, rows, said=unlike([trial for cell in panel.cells for trial in cell]))
+        yield Plot(panel, rows)
 
 
 def stages(source: Source, form: Form) -> Iterator[Plot]:
@@ -255,9 +234,9 @@ def stages(source: Source, form: Form) -> Iterator[Plot]:
         rows: list[Row] = []
         for cell in panel.cells:
             steps = steps_of(source, cell)
-            missed = conversations_of(steps).isin(conversations_of(named(steps, "miss")))
+            probed = conversations_of(steps).isin(conversations_of(steps[steps["phase"] == "miss"]))
             for title, name in STAGES.items():
-                own = named(steps[missed], name) if name == "warmup" else named(steps, name)
+                own = steps[probed & (steps["phase"] == name)]
                 tokens, time = own[["cached", "recomputed_tokens", "unseen"]], _first_tokens(own)
                 known = not (own.empty or tokens.isna().to_numpy().any())
                 means = [float(total) / len(own) for total in tokens.sum()] if known else [None] * len(PARTS)

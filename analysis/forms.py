@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import floor, log10
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from analysis import style
 from analysis.quantities import Found, Quantity, columns, size
 from analysis.registry import Plot, Row
-from analysis.sweep import Source
+from analysis.sweep import LOADS, Source
 from pensieve.lab.metrics import Slo
 from pensieve.lab.results.frame import Cell
 from pensieve.lab.statistics import Estimate, estimated
@@ -56,15 +56,15 @@ class Form(BaseModel, extra="forbid"):
     """A table; and what all forms share.
 
     rows: a function(source, form) that yields plots without lead and picture, by its dotted name; by default a row a cell, of
-    the `quantities`, along the axis `along` (of several the one that was swept) and `by`, in each of the `facets`: names that
-    stand for {} in their `where`; facet: their column in the CSV. keys: what the table calls the columns before the
-    quantities.
+    the `quantities`, along the axis `along` (of several, or of LOADS, the one that was swept) and `by`, in each of the
+    `facets`: names that stand for {} in their `where`; facet: their column in the CSV. keys: what the table calls the
+    columns before the quantities.
     """
 
     lead: str
     rows: str = "analysis.forms.cells"
     quantities: list[Quantity] = []
-    along: Axis | list[Axis] | None = None
+    along: Axis | list[Axis] | Literal["load"] | None = None
     by: Axis | None = None
     facet: str = ""
     facets: list[str] = [""]
@@ -84,10 +84,16 @@ class Form(BaseModel, extra="forbid"):
     def every(self) -> Sequence[Quantity]:
         return self.quantities
 
+    @property
+    def axes(self) -> list[Axis]:
+        if self.along == "load":
+            return [Axis(axis=field, says=says, whole=says.endswith("at once")) for field, says in LOADS.items()]
+        return self.along if isinstance(self.along, list) else [self.along] if self.along else []
+
     def axis(self, source: Source) -> Axis | None:
-        if not isinstance(self.along, list):
-            return self.along
-        return next((axis for axis in self.along if source.several(axis.axis)), None)
+        if len(self.axes) == 1:
+            return self.axes[0]
+        return next((axis for axis in self.axes if source.several(axis.axis)), None)
 
     def numbers(self, source: Source, cell: Cell, facet: str) -> Row:
         those = {one.name: one.model_copy(update={"where": one.where.replace("{}", facet)}) for one in self.every}
@@ -193,18 +199,16 @@ class Lines(Form):
     """A line a baseline, or a value of the axis `by`. Each quantity that `says` something has axes of its own, in each facet.
 
     over: what they stand over, where that is not `along`. log: never from zero; False: always; else where only a logarithm
-    shows all. band: an interval is a band. crosses: a count among the quantities, and its name: a line has a cross at the
+    shows all. crosses: a count among the quantities, and its name: a line has a cross at the
     first above 0.
     """
 
     over: Axis | None = None
     log: bool | None = None
-    band: bool = False
     crosses: tuple[str, str] | None = None
 
     def drawn(self, rows: Sequence[Row]) -> Picture:
-        every = self.along if isinstance(self.along, list) else [self.along]
-        axis = self.over or next((one for one in every if one and one.column in rows[0]), Axis(axis=""))
+        axis = self.over or next((one for one in self.axes if one.column in rows[0]), Axis(axis=""))
         rows = [row for row in rows if shown(axis.column, row) is not None]
         names = list(dict.fromkeys(row.get("_line", row["baseline"]) for row in rows))
         panes = [
@@ -232,7 +236,7 @@ class Lines(Form):
         for order, (name, look) in enumerate(style.looks(names).items()):
             own = [(row, x, estimate(found)) for row, x, found in known if row.get("_line", row["baseline"]) == name]
             if own:
-                _line(axes, name, [(x, found) for _, x, found in own], look, order, self.band)
+                _line(axes, name, [(x, found) for _, x, found in own], look, order)
             count, text = self.crosses or ("", "")
             for x, found in [(x, found) for row, x, found in own if count and value_of(row[count])][:1]:
                 axes.plot(x, found.value, "x", color=look[0], markersize=9, gid=f"{name}/{text}", label=text)
@@ -268,8 +272,8 @@ def _ticks(axes: Axes, steps: Mapping[str, float], named: bool, axis: Axis) -> N
         axes.set_xlim(left=0)
 
 
-def _line(axes: Axes, name: str, points: Points, look: tuple[str, str], order: int, band: bool) -> None:
-    """Points with whiskers, or a band, where an estimate has an interval; a lower order lies on top. look: colour and marker.
+def _line(axes: Axes, name: str, points: Points, look: tuple[str, str], order: int) -> None:
+    """Points with whiskers where an estimate has an interval; a lower order lies on top. look: colour and marker.
 
     The line's gid is `name`, the interval's `name/interval`.
     """
@@ -286,10 +290,7 @@ def _line(axes: Axes, name: str, points: Points, look: tuple[str, str], order: i
     if not known:
         return
     at, low, high = zip(*known, strict=True)
-    if band:
-        axes.fill_between(at, low, high, color=colour, alpha=0.16, linewidth=0, gid=f"{name}/interval")
-    else:
-        axes.vlines(at, low, high, color=colour, linewidth=0.9, alpha=0.7, zorder=above, gid=f"{name}/interval")
+    axes.vlines(at, low, high, color=colour, linewidth=0.9, alpha=0.7, zorder=above, gid=f"{name}/interval")
 
 
 def wide(values: Sequence[float]) -> bool:
@@ -335,9 +336,8 @@ class Side(BaseModel, extra="forbid"):
     """Axes of a figure of bars: the quantities that share a scale, or parts that stand one behind the other.
 
     parts: by label, their columns; or the one column that holds the labels, where a bar's parts are rows. per: so many of a
-    part are one. ends: what has an interval between two parts. mark: a column whose value is marked on the bar. line: a value
-    at which a line stands; line_says: its name. origin: where bars begin. limits: of the axes; least: what they show at most
-    below the origin.
+    part are one. ends: what has an interval between two parts. mark: a column whose value is marked on the bar. origin: where
+    bars begin. limits: of the axes.
     """
 
     says: str
@@ -346,11 +346,8 @@ class Side(BaseModel, extra="forbid"):
     per: float = 1.0
     ends: list[str] = []
     mark: str = ""
-    line: float | None = None
-    line_says: str = ""
     origin: float = 0.0
     limits: tuple[float, float] | None = None
-    least: float | None = None
 
     def bars(self, rows: Sequence[Row], at: str) -> list[Bar]:
         """Of one group; `at` names it."""
@@ -397,11 +394,9 @@ class Side(BaseModel, extra="forbid"):
         )
         if self.limits:
             axes.set_xlim(*self.limits)
-        elif self.line is not None or self.origin:
+        elif self.origin:
             axes.margins(x=0.2)  # for the numbers beyond the intervals
             axes.autoscale_view()
-        if self.least is not None:
-            axes.set_xlim(left=max(self.least, axes.get_xlim()[0]))  # what loses more would leave all others no width
 
 
 Groups = Mapping[str, Sequence[Row]]
@@ -440,23 +435,18 @@ class Bars(Form):
             for axes, side in zip(line, sides, strict=True):
                 axes.set_ylim(height, 0)
                 values[side.says] += self._groups(axes, side, section, groups, rooms[section], names=axes is line[0])
-                if side.line is not None:
-                    axes.axvline(side.line, color=style.WARNING, linewidth=1.1, gid="line")
         for axes, side in zip(grid[-1], sides, strict=True):
             side.scale(axes, [one for one in values[side.says] if one], 3 if len(sides) > 1 else 5)
         marked = any(row.get(side.mark) is not None for side in sides for row in rows)
         handles: list[Any] = list(style.parts_key([part for part in style.PARTS if part in _parts(sides, rows)]))
         handles += [Line2D([], [], **_MARK, label=BOUND)] * marked
-        named = dict.fromkeys(side.line_says for side in sides if side.line_says)
-        handles += [Line2D([], [], color=style.WARNING, label=name) for name in named]
         if handles:
             style.legend(picture, handles)
         return picture
 
     def _place(self, row: Row) -> tuple[str, str]:
         """Section and name."""
-        every = self.along if isinstance(self.along, list) else [self.along]
-        axis = next((one for one in every if one and one.column in row), None)
+        axis = next((one for one in self.axes if one.column in row), None)
         if axis is not None:
             return ", ".join(filter(None, [row["baseline"], axis.says])), row[axis.column].removesuffix(" tokens")
         return row.get("_section", ""), str(row["_name"] if "_name" in row else row["baseline"])

@@ -81,8 +81,8 @@ def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell]
     if not bounds:
         raise source.lacks(f"bound of {START}")
     bound = 100 * fmean(bounds.values())
-    closed = None if name == START else _closed(source, cell, start)
-    papers = policies.get(PAPERS)
+    ratio = gap_closed(source.turns(cell), source.turns(start), bounds) if name != START else None
+    closed, papers = ratio and _in_percent(ratio), policies.get(PAPERS)
     more = None if papers is None or name == PAPERS else found_more(source.turns(cell), source.turns(papers))
     none = Estimate(0.0, None, None, hits.n, hits.groups)
     own = {"eviction", "hit_pct", "bound_pct", "gap_closed_pct", f"more_than_{PAPERS}_pct"}
@@ -103,12 +103,6 @@ def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell]
     }
 
 
-def _closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
-    """See gap_closed: in percent, with the interval of the conversations or seeds that it is paired by."""
-    ratio = gap_closed(source.turns(cell), source.turns(start), source.by_seed(start, "bound_hit_rate"))
-    return None if ratio is None else _in_percent(ratio)
-
-
 def _in_percent(ratio: Estimate) -> Estimate:
     return moved(ratio, lambda share: 100 * share)
 
@@ -118,6 +112,7 @@ def _in_percent(ratio: Estimate) -> Estimate:
 RATE = "workload.request_rate"
 MOVED = ("ttft_ratio", "latency_ratio", "found_points")
 TIMES = ("ttft_ms", "normalized_latency_ms")
+REFERENCES = (*(f"reference_{name}_mean" for name in TIMES), "reference_found_pct")
 
 
 _HEADS = ("first token,\nmean (ratio)", "latency a token,\nmean (ratio)", "history found\n(points)")
@@ -134,27 +129,21 @@ SIDES = [
 
 class Choice(BaseModel, extra="forbid"):
     """A field, and its value that the others are held against, as a trial's configuration has it. names: what values are
-    called, of other swept fields too; reads: the others as str.format has them, numbers as such."""
+    called, of other swept fields too."""
 
     title: str
     reference: str
     names: dict[str, str] = {}
-    reads: str = "{}"
-
-    def said(self, value: str) -> str:
-        return self.names.get(value) or self.reads.format(float(value) if ":" in self.reads else value)
 
 
 class Changes(Bars):
     """A plot a baseline: bars that begin at the reference, whose own values stand beside it. Sections are loads, and whatever
     else is swept: one in which the choice matters, one in which it must not.
 
-    choices: by field; the first that the sweep compares is drawn. within: another axis, whose values are the bars of a
-    section, where it was swept; the reference has no bar then.
+    choices: by field; the first that the sweep compares is drawn.
     """
 
     choices: dict[str, Choice]
-    within: str = ""
     rows: str = "analysis.policies.changes"
     sides: list[Side] = Field(SIDES)
     lead: str = (
@@ -180,23 +169,16 @@ def changes(source: Source, form: Changes) -> Iterator[Plot]:
     others = [other for other in varying_axes(source.sweep.overrides, source.trials) if other != axis]
     baselines = source.baselines()
     for baseline in baselines:
-        [panel] = source.of_baselines([baseline]).panels(axis, *others)
-        places: dict[tuple[str, ...], dict[str, Cell]] = {}
-        for cell in panel.cells:
-            places.setdefault(tuple(cell.at[other] for other in others), {})[cell.at[axis]] = cell
         rows: list[Row] = []
-        for place, at in places.items():
-            where = dict(zip(others, place, strict=True))
-            section = _section(source, choice, axis, where, [at[one] for one in panel.values(axis) if one in at])
-            if form.within in others:
-                section = [row for row in section if row[axis] != choice.reference]
-                rest = {other: value for other, value in where.items() if other != form.within}
-                named = {"_section": _place_name(choice, rest), "_name": choice.said(where[form.within])}
-                section = [{**row, **named} for row in section]
-            rows += section
-        if len(baselines) > 1:
-            panel = replace(panel, group={"baseline": baseline, **panel.group})
-        yield Plot(panel, rows, words={"reference": choice.said(choice.reference)}, title=choice.title)
+        group: Mapping[str, str] = {"baseline": baseline} if len(baselines) > 1 else {}
+        [panel] = source.of_baselines([baseline]).panels(axis, *others)
+        places: dict[tuple[str, ...], list[Cell]] = {}
+        for cell in sorted(panel.cells, key=lambda cell: panel.values(axis).index(cell.at[axis])):
+            places.setdefault(tuple(cell.at[other] for other in others), []).append(cell)
+        for cells in places.values():
+            rows += _section(source, choice, axis, {other: cells[0].at[other] for other in others}, cells)
+        reference = choice.names.get(choice.reference, choice.reference)
+        yield Plot(replace(panel, group=group), rows, words={"reference": reference}, title=choice.title)
 
 
 def _section(source: Source, choice: Choice, axis: str, at: Mapping[str, str], cells: Sequence[Cell]) -> list[Row]:
@@ -205,44 +187,36 @@ def _section(source: Source, choice: Choice, axis: str, at: Mapping[str, str], c
     hits = None if start is None else found_pct(source, start)
     if start is None or hits is None:
         raise source.lacks(f"turn with history under {choice.reference}")
-    base, found = source.turns(start), hits.value
-    own = dict(zip(MOVED, [*(float(values_of(base, name).mean()) for name in TIMES), found], strict=True))
+    base, named = source.turns(start), {name: choice.names.get(value, value) for name, value in at.items()}
+    section = ", ".join(
+        f"{value} requests/s" if name == RATE else f"{name.rpartition('.')[2]} = {value}"
+        for name, value in named.items()
+    )
+    own = dict(zip(MOVED, [*(float(values_of(base, name).mean()) for name in TIMES), hits.value], strict=True))
     rows: list[Row] = []
     for cell in cells:
-        moved, same = _moved(source, cell, base)
+        moved = _moved(source, cell, base)
         bounds = source.metrics(cell, "bound_hit_rate")
-        texts = own if cell is start else moved
         rows.append(
             {
                 **at,
                 axis: cell.at[axis],
                 "reference": choice.reference,
-                "reference_ttft_ms_mean": own["ttft_ratio"],
-                "reference_normalized_latency_ms_mean": own["latency_ratio"],
-                "reference_found_pct": found,
+                **dict(zip(REFERENCES, own.values(), strict=True)),
                 **moved,
-                "bound_points": 100 * over_seeds(bounds).value - found if bounds else None,
-                "no_turn_differs": same,
+                "bound_points": 100 * over_seeds(bounds).value - hits.value if bounds else None,
                 "trials": cell.ids,
-                "_section": _place_name(choice, at),
-                "_name": choice.said(cell.at[axis]),
+                "_section": section,
+                "_name": choice.names.get(cell.at[axis], cell.at[axis]),
                 "_colour": style.colour(cell.baseline),
-                **{f"_{name}_text": _text(name, one) for name, one in texts.items()},
+                **{f"_{name}_text": _text(name, one) for name, one in (own if cell is start else moved).items()},
             }
         )
     return rows
 
 
-def _place_name(choice: Choice, at: Mapping[str, str]) -> str:
-    values = {axis: choice.names.get(value, value) for axis, value in at.items()}
-    return ", ".join(
-        f"{value} requests/s" if axis == RATE else f"{axis.rpartition('.')[2]} = {value}"
-        for axis, value in values.items()
-    )
-
-
-def _moved(source: Source, cell: Cell, base: pd.DataFrame) -> tuple[dict[str, Estimate], bool]:
-    """Mean TTFT and latency a token as ratios, history found in points; and whether no turn differs."""
+def _moved(source: Source, cell: Cell, base: pd.DataFrame) -> dict[str, Estimate]:
+    """Mean TTFT and latency a token as ratios, and history found in points."""
     turns = source.turns(cell)
     times = [paired(values_of(turns, name), values_of(base, name)) for name in TIMES]
     hits = paired(found_history(turns)["hits"], found_history(base)["hits"])
@@ -254,8 +228,7 @@ def _moved(source: Source, cell: Cell, base: pd.DataFrame) -> tuple[dict[str, Es
         replace(paired_ratio(*(conversation_sums(pairs[side]) for side in "ab"), of="means"), n=len(pairs))
         for pairs in times
     ]
-    same = all(bool((one["a"] == one["b"]).all()) for one in (*times, hits))
-    return dict(zip(MOVED, (*ratios, replace(points, n=len(more))), strict=True)), same
+    return dict(zip(MOVED, (*ratios, replace(points, n=len(more))), strict=True))
 
 
 def _text(name: str, found: Estimate | float) -> str:

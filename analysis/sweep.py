@@ -15,15 +15,15 @@ from pensieve.serve.books.holding import TIERS
 from pensieve.units import NO_VALUE, in_order
 
 DEFAULT_COMMAND = "python runners/run.py -m"
-LOADS = (
-    "workload.relative_rate",
-    "workload.request_rate",
-    "workload.users",
-    "workload.agents",
-    "workload.request_interval",
-    "workload.time_scale",
-)
-"""Fields that make a load heavier or lighter."""
+LOADS = {
+    "workload.relative_rate": "offered rate over what stateless serving could finish",
+    "workload.request_rate": "offered rate (requests/s)",
+    "workload.users": "users at once",
+    "workload.agents": "agents at once",
+    "workload.request_interval": "mean seconds between arrivals",
+    "workload.time_scale": "recorded seconds stretched by",
+}
+"""Fields that make a load heavier or lighter, and what they say on an axis."""
 
 
 class Source(Frame):

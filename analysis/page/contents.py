@@ -46,7 +46,6 @@ def contents(source: Source, judged: Sequence[Judged]) -> dict[str, Any]:
         "flags": _flags(source.trials),
         "configuration": _configuration(source.trials),
         "environment": environment(source.trials),
-        "engines": _engines(source.trials),
         "trials": [_trial(job, axes) for job in source.jobs],
         "words": 3 + len(axes),
     }
@@ -154,19 +153,6 @@ def _environment(trial: Trial) -> Iterator[tuple[str, str]]:
     changed = " with local changes" if git.get("dirty") else ""
     yield "commit", f"{git['commit'][:12]}{changed}" if git.get("commit") else ""
     yield "code", f"hash {trial.code_hash[:12]}"
-
-
-def _engines(trials: Sequence[Trial]) -> Mapping[str, Table]:
-    """The settings that each baseline's engine reports of itself, from its first trial."""
-    first = {trial.baseline: trial for trial in reversed(trials)}
-    return {
-        name: [
-            {"setting": setting, "value": value}
-            for setting, value in flat(trial.engine or {})
-            if value not in ("", "None")
-        ]
-        for name, trial in reversed(first.items())
-    }
 
 
 def _trial(job: JobResult, axes: Sequence[str]) -> dict[str, str]:

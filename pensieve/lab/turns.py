@@ -45,17 +45,17 @@ HALVES_MAY_DIFFER = 0.05
 
 
 class _Block(NamedTuple):
-    """Turns that were added together. columns: their bytes, one column after the other, or where these begin in the file.
-    times_s: likewise those of their tokens, of which there are `times`."""
+    """Turns that were added together. columns: where theirs begin in the file, one after the other. times_s: where those of
+    their tokens do, of which there are `times`."""
 
     turns: int
-    columns: bytes | int
+    columns: int
     times: int
-    times_s: bytes | int
+    times_s: int
 
 
 class TurnLog:
-    """Turns in the order in which they finished. Where the file has no room, memory holds what it cannot."""
+    """Turns in the order in which they finished. Raises OSError where the disk is full."""
 
     def __init__(self) -> None:
         self._file = TemporaryFile(buffering=0)  # noqa: SIM115 (closed with the last reader)
@@ -80,20 +80,15 @@ class TurnLog:
         times_s = b"".join([turn.emitted_s.tobytes() for turn in turns])
         self._blocks.append(_Block(len(turns), self._kept(columns.tobytes()), len(times_s) // 8, self._kept(times_s)))
 
-    def _kept(self, data: bytes) -> bytes | int:
-        place, written = self._end, 0
-        try:
-            while written < len(data):
-                written += os.pwrite(self._file.fileno(), data[written:], place + written)
-        except OSError:
-            return data
-        self._end += written
+    def _kept(self, data: bytes) -> int:
+        """Where it begins in the file."""
+        place = self._end
+        while self._end < place + len(data):
+            self._end += os.pwrite(self._file.fileno(), data[self._end - place :], self._end)
         return place
 
-    def _read(self, where: bytes | int, first: int, count: int) -> Floats:
+    def _read(self, where: int, first: int, count: int) -> Floats:
         """So many numbers, from that number of a piece on."""
-        if isinstance(where, bytes):
-            return np.frombuffer(where, count=count, offset=8 * first)
         parts: list[bytes] = []
         place, left = where + 8 * first, 8 * count
         while left:

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
-from analysis.provenance import unlike
 from analysis.registry import FIGURES
 from analysis.sweep import open_source
 from pensieve.errors import MixedPanel
@@ -50,15 +48,3 @@ def test_what_must_not_stand_in_one_panel_is_refused_unless_asked_for_and_then_s
     told = json.loads(drawing.sidecar.read_text())
     assert told["allow_mixed"] is True
     assert warning.startswith(" ".join(["MIXED:", *"; ".join(told["mixed"]).split()]))
-
-
-def test_settings_that_engines_report_unlike_are_said_beside_another_engine():
-    def trial(baseline, engine, **settings):
-        return SimpleNamespace(baseline=baseline, config={"baseline": {"engine": engine}}, engine=settings, flags={})
-
-    ours = [
-        trial(name, None, gpu_tokens=4096, max_batch_tokens=512, threads=1) for name in ("pensieve", "prefix_cache")
-    ]
-    assert unlike([*ours, trial("gpu_only", None, gpu_tokens=1)]) == "", "baselines in ours differ by design"
-    said = unlike([*ours, trial("llama_cpp", {"_target_": "an.Engine"}, gpu_tokens=4352, max_batch_tokens=512)])
-    assert said == ". Engines' settings that differ: gpu_tokens 4096 of pensieve, prefix_cache and 4352 of llama_cpp"

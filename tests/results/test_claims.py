@@ -5,7 +5,6 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from sqlalchemy import func, select
 
 from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab.compose.conf import conf_folder, options
@@ -17,13 +16,12 @@ from pensieve.lab.results.claims import (
     judge_sweep,
     rates_at,
     read_claims,
-    record_claims,
     unmet,
 )
 from pensieve.lab.results.frame import Frame
-from pensieve.lab.results.schema import ClaimRow, Trial
+from pensieve.lab.results.schema import Trial
 from pensieve.lab.statistics import Estimate
-from tests.results.synthetic import claim, measure, numbered, recorded_claims, sweep, talk
+from tests.results.synthetic import claim, measure, numbered, sweep, talk
 from tests.results.trials import add_trial, trial_fields, turn
 
 # The file of claims: what it may hold, what is said where it may not, and the one that ships.
@@ -244,25 +242,6 @@ def test_every_group_is_judged_and_what_none_can_speak_to_is_said_once_of_the_ne
     assert found == {"speedup (cache.size=large)": "holds", "speedup (cache.size=small)": "fails"}
     [one] = judge_sweep(store, 1, [claim(conditions={"model": ["opt_13b"], "cache.size": ["small"]})])
     assert (one.name, one.differences) == ("speedup (cache.size=small)", ("model is tiny here, claimed for opt_13b",))
-
-
-def test_rows_of_the_table_are_replaced_not_added():
-    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
-    other = store.open_sweep("other", "chat", None, None, {}, 0, "host", None)
-    record_claims(store, other, judge_sweep(store, other, [claim(name="kept")]))
-    first = [claim(), claim(name="dropped", claimed={"low": 1.0, "high": 2.0})]
-    record_claims(store, 1, judge_sweep(store, 1, first))
-    assert [(row.name, row.verdict) for row in recorded_claims(store, 1)] == [
-        ("dropped", "fails"),
-        ("speedup", "holds"),
-    ]
-    for _ in range(2):
-        record_claims(store, 1, judge_sweep(store, 1, [claim(claimed={"high": 1.0})]))
-    [row] = recorded_claims(store, 1)
-    assert (row.name, row.verdict, row.claimed) == ("speedup", "fails", 1.0)
-    assert (row.measured, row.n, row.trial_ids) == (pytest.approx(3.0), 20, list(range(1, 11)))
-    with store.database.reading() as connection:
-        assert connection.scalar(select(func.count()).select_from(ClaimRow)) == 2
 
 
 # Each verdict from the intervals that call for it.

@@ -13,7 +13,6 @@ from sqlalchemy import event, inspect, text
 from sqlalchemy.exc import IntegrityError
 
 from pensieve.errors import ResultsError
-from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Database
 from pensieve.lab.results.store import ResultsStore, open_store
 from tests.results.trials import MEMORY, conversation_turns, trial_fields
@@ -130,19 +129,6 @@ def test_while_it_is_held_the_log_is_not_copied_for_each_transaction(tmp_path: P
     assert file.read_bytes() != before
 
 
-def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    trial = store.begin_trial(trial_fields())
-
-    def interrupted() -> Any:
-        yield from conversation_turns([10.0] * 3000)  # more than one batch
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        store.add_turns(trial, interrupted())
-    assert store.turns_of(trial) == []
-
-
 def test_urls_that_cannot_work_say_so_without_the_password() -> None:
     with pytest.raises(ResultsError, match="URL cannot be read"):
         Database("not a url")
@@ -188,17 +174,6 @@ def test_tables_and_columns_are_the_contract(store: ResultsStore) -> None:
         view = " ".join(c["name"] for c in inspector.get_columns("current_trial"))
     assert found == CONTRACT
     assert view == CONTRACT["trial"]
-
-
-def test_primary_key_of_metric_and_default_label(store: ResultsStore) -> None:
-    trial = store.begin_trial(trial_fields())
-    with store.database.writing() as connection:
-        connection.execute(
-            text(f"INSERT INTO metric (trial_id, name, value, unit) VALUES ({trial}, 'power_w', 1, 'W')")
-        )
-    assert [(m.name, m.label, m.value) for m in store.metrics_of(trial)] == [("power_w", "", 1.0)]
-    with pytest.raises(IntegrityError):
-        store.add_metrics(trial, [MetricValue("power_w", 2.0)])
 
 
 @pytest.mark.parametrize(

@@ -246,17 +246,6 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_torch_is_not_imported_for_it_but_asked_when_there() -> None:
-    code = (
-        "import sys, json; from pensieve.lab.results.environment import environment; e = environment();"
-        "assert 'torch' not in sys.modules and 'mlflow' not in sys.modules; assert e['torch_threads'] is None;"
-        "import types; t = types.ModuleType('torch'); t.get_num_threads = lambda: 7; sys.modules['torch'] = t;"
-        "print(environment()['torch_threads'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "7"
-
-
 def test_git_tells_commit_and_difference(tmp_path: Path) -> None:
     assert _git(tmp_path) == {"commit": None, "dirty": None}
     git(tmp_path, "init", "-q")

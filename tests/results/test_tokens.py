@@ -44,16 +44,6 @@ def test_nothing_is_kept_of_too_many_turns_or_none(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tokens_are_written_by_the_hundred_thousand_not_by_the_turn(tmp_path: Path) -> None:
-    with TokenFile(tmp_path / "t.parquet") as file:
-        for number in range(5_000):
-            file.add([turn("s", number, tokens=range(100))])
-    found = pq.ParquetFile(tmp_path / "t.parquet").metadata
-    assert (found.num_rows, found.num_row_groups) == (500_000, 3)
-    assert found.row_group(0).column(4).total_uncompressed_size < 5 * 200_000  # float32 as it is, no dictionary
-    assert list(read_tokens(tmp_path / "t.parquet")["s", 4_999].token_ids) == list(range(100))
-
-
 def test_an_interrupted_file_does_not_appear(tmp_path: Path) -> None:
     def interrupted() -> None:
         with TokenFile(tmp_path / "t.parquet") as file:

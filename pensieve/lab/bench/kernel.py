@@ -83,33 +83,23 @@ def find_backends(
 
 
 def cases(on_gpu: bool) -> list[Asked]:
-    if on_gpu:
-        decodes = [(batch, context) for batch in (1, 64) for context in (1024, 4096, 16384)]
-        append, over, mixed, mixed_over, prefill, recovered, tokens, batch, past = (
-            8,
-            4096,
-            56,
-            2048,
-            512,
-            4096,
-            256,
-            32,
-            2048,
-        )
-    else:
-        decodes = [(1, 1024), (8, 512)]
-        append, over, mixed, mixed_over, prefill, recovered, tokens, batch, past = 2, 512, 7, 256, 128, 512, 32, 4, 512
-    both = [*([[(mixed_over - 1, mixed_over)]] * mixed), [(0, prefill)]]
-    ends = [recovered * quarter // 4 for quarter in (1, 2, 3, 4)]
+    """Of the sizes of a GPU; on a CPU an eighth of the requests, and of their tokens. The last one is the paper's."""
+    scale = 8 if on_gpu else 1
+    context, past, new, recovered = 512 * scale, 256 * scale, 64 * scale, 32 * scale
+    ends = [context * quarter // 4 for quarter in (1, 2, 3, 4)]
+    mixed = [*([[(past - 1, past)]] * 7 * scale), [(0, new)]]
     return [
-        *(Asked("decode", f"decode {n} over {ctx}", [[(ctx - 1, ctx)]] * n, ctx, 1) for n, ctx in decodes),
-        Asked("append", f"append {append} x 32 over {over}", [[(over, over + 32)]] * append, over, 32),
-        Asked("mixed", f"mixed: {mixed} decode over {mixed_over}, prefill {prefill}", both, mixed_over, prefill),
-        Asked(
-            "recovery", f"recovery: 4 runs of {tokens} in {recovered}",
-            [[(end - tokens, end) for end in ends]], recovered, tokens,
+        *(
+            Asked("decode", f"decode {n} over {at}", [[(at - 1, at)]] * n, at, 1)
+            for n, at in ((1, 1024), (8 * scale, context))
         ),
-        Asked("paper", f"paper: batch {batch}, 8 queries, {past} past", [[(past, past + 8)]] * batch, past, 8),
+        Asked("append", f"append {scale} x 32 over {context}", [[(context, context + 32)]] * scale, context, 32),
+        Asked("mixed", f"mixed: {7 * scale} decode over {past}, prefill {new}", mixed, past, new),
+        Asked(
+            "recovery", f"recovery: 4 runs of {recovered} in {context}",
+            [[(end - recovered, end) for end in ends]], context, recovered,
+        ),
+        Asked("paper", f"paper: batch {4 * scale}, 8 queries, {past} past", [[(past, past + 8)]] * 4 * scale, past, 8),
     ]  # fmt: skip
 
 

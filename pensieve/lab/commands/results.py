@@ -77,7 +77,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     read.add_argument("--session", help="its name (default: the first measured one)")
     noted = command("notes", _notes, "what a sweep found, comparison by comparison, and what qualifies its numbers")
     noted.add_argument("sweep", nargs="?", default="latest", help="its id, or latest (default)")
-    exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
+    exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV")
     exported.add_argument("sweep", nargs="?", default="latest", help="its id (default: the latest)")
     exported.add_argument("--to", type=Path, help="folder (default: outputs/export/sweep-<id>)")
     command("sync-mlflow", _to_mlflow, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")

@@ -76,22 +76,17 @@ def _packages() -> dict[str, str]:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """The commit, and whether the tree differs from it."""
-    status = _run_git(folder, "status", "--porcelain=v1") if (folder / ".git").exists() else None
-    commit = _run_git(folder, "rev-parse", "--verify", "HEAD") if status is not None else None
-    return {"commit": commit and commit.decode().strip(), "dirty": None if status is None else bool(status)}
-
-
-def _run_git(folder: Path, *arguments: str) -> bytes | None:
-    """What git prints; None where it is missing, slow, or fails."""
+    """The commit, and whether the tree differs from it; None where git is missing, slow, or fails."""
     quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # reading must not disturb a git that works in the same tree
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, timeout=_GIT_TIMEOUT_S, env=quiet, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    asked = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch"]
+    lines: list[str] = []
+    if (folder / ".git").exists():
+        with suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(asked, capture_output=True, timeout=_GIT_TIMEOUT_S, env=quiet, check=True, text=True)
+            lines = said.stdout.splitlines()
+    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), "(initial)")
+    changed = any(not line.startswith("#") for line in lines) if lines else None
+    return {"commit": None if commit == "(initial)" else commit, "dirty": changed}
 
 
 def _cpu_model() -> str:

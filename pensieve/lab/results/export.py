@@ -1,8 +1,9 @@
-"""What was recorded, for other programs: a sweep as one JSON a baseline, and all its turns as CSV and Parquet; sweeps and
-trials as lines of text, quick for ten thousand of them."""
+"""What was recorded, for other programs: a sweep as one JSON a baseline, and all its turns as CSV; sweeps and trials as lines
+of text, quick for ten thousand of them."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,24 +13,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sqlalchemy import Boolean, Float, Integer, Row, and_, select
+from sqlalchemy import Row, and_, select
 
 from pensieve.errors import MissingSeries, ResultsError
 from pensieve.lab.results.frame import Frame, measured_turns
-from pensieve.lab.results.schema import MetricRow, Sweep, SweepTrial, Trial, turn_table
+from pensieve.lab.results.schema import MetricRow, Sweep, SweepTrial, Trial
 from pensieve.lab.results.store import TURN_COLUMNS, ResultsStore
 from pensieve.lab.statistics import median, nearest_rank
 
 TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
 NOTES = {
-    "gpu_util_pct": "null: the device does not tell its utilisation, or there is no GPU",
-    "memory_bw_gbps": "null: the traffic of the device's memory was not measured, and it is never estimated",
-    "host_to_device_mb": "null: this engine does not count what it copies",
-    "device_to_host_mb": "null: this engine does not count what it copies",
-    "compute_ms": "null: this engine does not tell what it computed apart from what it waited for",
-    "transfer_ms": "null: this engine does not tell what it waited for copies or a network",
-    "sent_bytes": "null: no network that anybody counts lies between client and model",
-    "received_bytes": "null: no network that anybody counts lies between client and model",
+    "gpu_util_pct": "the device does not tell its utilisation, or there is no GPU",
+    "memory_bw_gbps": "the traffic of the device's memory was not measured, and it is never estimated",
+    **dict.fromkeys(("host_to_device_mb", "device_to_host_mb"), "this engine does not count what it copies"),
+    **dict.fromkeys(("compute_ms", "transfer_ms"), "this engine does not tell what of a turn's time it was"),
+    **dict.fromkeys(("sent_bytes", "received_bytes"), "no network that anybody counts lies between client and model"),
 }
 """Why a field of a run is null."""
 
@@ -55,7 +53,7 @@ def export_sweep(store: ResultsStore, sweep_id: int, folder: Path) -> list[Path]
                 written.append(folder / f"{stem}.json")
                 report = json.dumps(baseline_report(found, trials), indent=2)
                 written[-1].write_text(f"{report}\n", encoding="utf-8")
-        return [*written, *_write_turns(store, found.trials, folder)]
+        return [*written, _write_turns(store, found.trials, folder / "turns.csv")]
     except OSError as error:
         raise ResultsError(
             f"The export cannot be written to {folder} ({error.strerror or error}); name another folder with --to."
@@ -96,7 +94,7 @@ def baseline_report(found: Frame, trials: Sequence[Trial]) -> dict[str, Any]:
             "p95_total_ms": nearest_rank(totals, 0.95) if totals else None,
             "mean_per_token_ms": fmean(each_token) if each_token else None,
         },
-        "notes": {name: note for name, note in NOTES.items() if all(run[name] is None for run in runs)},
+        "notes": {name: f"null: {why}" for name, why in NOTES.items() if all(run[name] is None for run in runs)},
         "simulated": first.simulated,
         "network": (first.engine or {}).get("network"),
     }
@@ -122,32 +120,15 @@ def _edges(turn: Row[Any]) -> Iterable[tuple[float, int]]:
     return () if began is None or turn.finished_s is None else ((began, 1), (turn.finished_s, -1))
 
 
-def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> list[Path]:
+def _write_turns(store: ResultsStore, trials: Sequence[Trial], path: Path) -> Path:
     """Write the turns of one trial after the other, so that memory holds one trial. Units are in the names of the columns."""
-    import pandas as pd
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = pa.schema([pa.field(name, _arrow_type(name)) for name in (*TRIAL_COLUMNS, *TURN_COLUMNS)])
-    kinds = {field.name: pd.ArrowDtype(field.type) for field in schema}
-    paths = [folder / "turns.csv", folder / "turns.parquet"]
-    with paths[0].open("w", newline="", encoding="utf-8") as file, pq.ParquetWriter(paths[1], schema) as parquet:
-        for number, trial in enumerate(trials):
-            head = (trial.id, *(getattr(trial, name) for name in TRIAL_COLUMNS[1:]))
-            rows = [(*head, *turn) for turn in store.turns_of(trial.id)]
-            frame = pd.DataFrame(rows, columns=schema.names).astype(kinds)
-            frame.to_csv(file, header=number == 0, index=False, lineterminator="\r\n")
-            parquet.write_table(pa.Table.from_pandas(frame, schema, preserve_index=False).replace_schema_metadata())
-    return paths
-
-
-def _arrow_type(name: str) -> Any:
-    import pyarrow as pa
-
-    turn, trial = turn_table.c, Trial.__table__.columns
-    kind_of = (turn[name] if name in turn else trial[name]).type
-    kinds = {Boolean: pa.bool_(), Float: pa.float64(), Integer: pa.int64()}
-    return next((arrow for kind, arrow in kinds.items() if isinstance(kind_of, kind)), pa.string())
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*TRIAL_COLUMNS, *TURN_COLUMNS])
+        for trial in trials:
+            head = [trial.id, *(getattr(trial, name) for name in TRIAL_COLUMNS[1:])]
+            writer.writerows([*head, *turn] for turn in store.turns_of(trial.id))
+    return path
 
 
 # Lines of text

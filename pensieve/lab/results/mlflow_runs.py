@@ -8,7 +8,6 @@ failure of MLflow never fails a trial: it is one sentence in the log, and the da
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import re
@@ -27,7 +26,7 @@ from sqlalchemy import select, union
 from pensieve.errors import ResultsError
 from pensieve.hub import user_cache
 from pensieve.lab.metrics import Slo
-from pensieve.lab.results.frame import axis_value, leaves, swept_axes
+from pensieve.lab.results.frame import axis_value, flat, swept_axes
 from pensieve.lab.results.identity import counts_for_sweep
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.lab.results.store import ResultsStore, figures_folder, report_file, slo_of
@@ -47,13 +46,10 @@ _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-_COLUMNS_AS_PARAMS = (
-    "baseline", "weights", "dtype", "device", "device_count", "gpu_tokens", "cpu_tokens", "working_set_tokens",
+_COLUMNS = (
+    "baseline", "weights", "dtype", "device", "device_count", "simulated", "gpu_tokens", "cpu_tokens",
+    "working_set_tokens",
 )  # fmt: skip
-_NOT_PARAMS = re.compile(
-    r"(hydra|tracking|trial|force|resume|sweep|experiment|experiment_name|slo)(\.|$)|(.+\.)?_\w+_(\.|$)"
-)
-"""Fields that say how a trial is run, kept and judged, or tell Hydra what to build (_target_)."""
 _RUN_STATUS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _PARAM_LENGTH, _NAME_LENGTH, _TAG_LENGTH = 6000, 250, 5000  # MLflow's limits; its client keeps those of a call
 
@@ -94,7 +90,7 @@ def client_of(outputs: Path) -> Any:
 
 
 def _copy_empty(database: Path) -> None:
-    """MLflow makes an empty one once for each of its versions: its fifty migrations take a second. Each gets its name when it
+    """MLflow makes an empty one once for each of its versions: its fifty migrations take seconds. Each gets its name when it
     is whole: MLflow cannot repair a schema that a dead process left incomplete."""
     import mlflow
 
@@ -153,10 +149,19 @@ def copy_sweep(outputs: Path, store: ResultsStore, sweep_id: int, table: SweepTa
     with _lock(outputs):
         experiment = _experiment(client, outputs, sweep.name)
         parent = _parent(client, store, experiment, sweep)
-        runs, missing = _runs(client, experiment, {PARENT_TAG: parent}), 0
-        for trial, reused in ended.values():
-            tags = {PARENT_TAG: parent, **({"reused": "true"} if reused else {})}
-            missing += _copied(client, store, experiment, trial, runs, tags, sweep)
+        runs = _runs(client, experiment, {PARENT_TAG: parent})
+        missing = sum(
+            _copied(
+                client,
+                store,
+                experiment,
+                trial,
+                runs,
+                sweep,
+                {PARENT_TAG: parent} | ({"reused": "true"} if reused else {}),
+            )
+            for trial, reused in ended.values()
+        )
         if sweep.status != "running":
             found = table or sweep_table(store, sweep_id)
             client.set_tag(parent, "mlflow.note.content", "\n\n".join(found.answers)[:_TAG_LENGTH])
@@ -172,9 +177,8 @@ def copy_trial(outputs: Path, store: ResultsStore, trial_id: int) -> int | None:
     with _lock(outputs):
         experiment = _experiment(client, outputs, trial.experiment or "pensieve")
         runs = _runs(client, experiment, {FINGERPRINT_TAG: trial.fingerprint})
-        return int(
-            _copied(client, store, experiment, trial, [run for run in runs if PARENT_TAG not in run.data.tags], {})
-        )
+        alone = [run for run in runs if PARENT_TAG not in run.data.tags]
+        return int(_copied(client, store, experiment, trial, alone))
 
 
 @_or_none()
@@ -231,73 +235,65 @@ def _runs(client: Any, experiment: str, tags: Mapping[str, str]) -> Sequence[Any
 
 
 def _parent(client: Any, store: ResultsStore, experiment: str, sweep: Sweep) -> str:
-    """The sweep's run, whose id is kept in the sweep's row."""
+    """The sweep's run, which runs on where the sweep was taken up again; its id is kept in the sweep's row."""
     own = {"pensieve.sweep_id": str(sweep.id), "pensieve.sweep_key": sweep.key}
-    run = next(iter(_runs(client, experiment, own)), None)
-    if run is None:
+    found = _runs(client, experiment, own)
+    if found:
+        run_id = str(found[0].info.run_id)
+        client.update_run(run_id, status="RUNNING")
+    else:
         what = f"{sweep.experiment or sweep.name}: {' × '.join(_axes(sweep))}".rstrip(": ")
         name = f"{what} {sweep.started_at.astimezone():%Y-%m-%d %H:%M}"
         tags = {**own, **_source(sweep.command, sweep.git_commit)}
-        run = client.create_run(experiment, _milliseconds(sweep.started_at), tags, name)
+        run_id = str(client.create_run(experiment, _milliseconds(sweep.started_at), tags, name).info.run_id)
         # MLflow never changes a parameter: overrides that may differ when the sweep goes on are in the command's tag alone.
         texts = {key: ",".join(one) if isinstance(one, list) else one for key, one in sweep.overrides.items()}
-        client.log_batch(
-            run.info.run_id, params=_params({key: text for key, text in texts.items() if counts_for_sweep(key)})
-        )
-    elif run.info.status != "RUNNING":
-        client.update_run(run.info.run_id, status="RUNNING")
-    if run.info.run_id != sweep.mlflow_run_id:
-        store.set_sweep(sweep.id, mlflow_run_id=run.info.run_id)
-    return str(run.info.run_id)
+        client.log_batch(run_id, params=_params({key: text for key, text in texts.items() if counts_for_sweep(key)}))
+    store.set_sweep(sweep.id, mlflow_run_id=run_id)
+    return run_id
 
 
 def _copied(
-    client: Any, store: ResultsStore, experiment: str, trial: Trial, runs: Sequence[Any], tags: Mapping[str, str],
-    sweep: Sweep | None = None,
+    client: Any, store: ResultsStore, experiment: str, trial: Trial, runs: Sequence[Any], sweep: Sweep | None = None,
+    tags: Mapping[str, str] | None = None,
 ) -> bool:  # fmt: skip
     """Whether the trial was missing among these runs; it is there now. Its row notes the first run that it has."""
     own = {TRIAL_TAG: str(trial.id), FINGERPRINT_TAG: trial.fingerprint}
     run = next((one for one in runs if own.items() <= one.data.tags.items()), None)
     missing = run is None or run.info.status == "RUNNING"
     if run is None:
-        command = sweep.command if sweep else (trial.environment or {}).get("command")
-        told = {
-            **own, **tags, **_source(command, trial.git_commit), "weights": str(trial.weights),
-            "simulated": str(trial.simulated).lower(), **({"error": trial.error[:_TAG_LENGTH]} if trial.error else {}),
-        }  # fmt: skip
-        at = [f"{axis}={axis_value(trial, axis)}" for axis in (_axes(sweep) if sweep else ()) if axis != "baseline"]
-        repeat = [f"repeat={trial.repeat}"] if trial.repeat else []
-        name = " ".join([trial.baseline, *at, f"seed={trial.seed}", *repeat])
+        axes = [axis for axis in (_axes(sweep) if sweep else ()) if axis != "baseline"]
+        at = [f"{axis}={axis_value(trial, axis)}" for axis in axes] + [f"repeat={trial.repeat}"] * (trial.repeat > 0)
+        source = _source(sweep.command if sweep else trial.environment.get("command"), trial.git_commit)
+        why = {"error": trial.error[:_TAG_LENGTH]} if trial.error else {}
+        name = " ".join([trial.baseline, f"seed={trial.seed}", *at])
+        told = {**own, **(tags or {}), **source, **why}
         run = client.create_run(experiment, _milliseconds(trial.started_at), told, name)
     if missing:
-        _fill_run(client, run.info.run_id, store, trial, sweep)
-    if trial.mlflow_run_id != run.info.run_id and ("reused" not in tags or trial.mlflow_run_id is None):
+        _fill_run(client, run.info.run_id, store, trial, Slo.of_sweep(sweep.overrides) if sweep else slo_of(trial))
+    if trial.mlflow_run_id is None or "reused" not in (tags or {}):
         store.set_trial(trial.id, mlflow_run_id=run.info.run_id)
     return missing
 
 
-def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial, sweep: Sweep | None) -> None:
-    """The objective is that of the sweep that the run belongs to. Output tokens stay where they are: they would double
-    what the disk holds."""
+def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial, slo: Slo) -> None:
+    """Output tokens stay where they are: they would double what the disk holds."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from mlflow.entities import Metric
 
-    slo = Slo.of_sweep(sweep.overrides) if sweep else slo_of(trial)
-    fields = {name.removesuffix(".name"): value for name, value in leaves(trial.config) if not _NOT_PARAMS.match(name)}
+    asked = [(name, text) for name, text in flat(trial.config) if not re.search(r"(^|\.)_", name) and text != "none"]
+    fields = {name.removesuffix(".name"): text for name, text in asked}  # without what tells Hydra what to build
     fields |= {f"slo.{name}": most for name, most in asdict(slo).items()}
-    fields |= {name: getattr(trial, name) for name in _COLUMNS_AS_PARAMS}
+    fields |= {name: getattr(trial, name) for name in _COLUMNS}
     at_ms = _milliseconds(trial.finished_at or trial.started_at)
     metrics = []
-    for one in store.metrics_of(trial.id, slo):
-        if one.value is None:
-            continue
+    for one in (one for one in store.metrics_of(trial.id, slo) if one.value is not None):
         metrics.append(Metric(_allowed(f"{one.name}/{one.label}" if one.label else one.name), one.value, at_ms, 0))
         if one.name == "ttft_ms_p50" and one.label.startswith("turn="):
             metrics.append(Metric(TTFT_BY_TURN, one.value, at_ms, int(one.label.removeprefix("turn="))))
     client.log_batch(run_id, metrics, _params(fields))
     client.log_dict(run_id, trial.config, "config.json")
-    client.log_dict(run_id, trial.environment, "environment.json")
     if turns := [dict(turn._mapping) for turn in store.turns_of(trial.id)]:
         with tempfile.TemporaryDirectory() as folder:
             pq.write_table(pa.Table.from_pylist(turns), Path(folder, "turns.parquet"))
@@ -309,9 +305,7 @@ def _params(fields: Mapping[str, Any]) -> list[Any]:
     """Without those that have no value."""
     from mlflow.entities import Param
 
-    known = {_allowed(name): value for name, value in sorted(fields.items()) if value is not None}
-    texts = {key: json.dumps(v, default=str) if isinstance(v, list | tuple) else str(v) for key, v in known.items()}
-    return [Param(key, text[:_PARAM_LENGTH]) for key, text in texts.items()]
+    return [Param(_allowed(name), str(one)[:_PARAM_LENGTH]) for name, one in sorted(fields.items()) if one is not None]
 
 
 def _allowed(text: str) -> str:
