@@ -25,14 +25,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 def event(text, **more):
-    choices = [{"index": 0, "delta": {"content": text}, "finish_reason": None}]
-    body = {
-        "id": "chatcmpl-0123456789",
-        "object": "chat.completion.chunk",
-        "created": 1,
-        "model": "m",
-        "choices": choices,
-    }
+    body = {"id": "chatcmpl-0123456789", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    body["choices"] = [{"index": 0, "delta": {"content": text}, "finish_reason": None}]
     data = b"data: " + json.dumps({**body, **more}).encode()
     return b"%x\r\n" % (len(data) + 2) + data + b"\n\n\r\n"
 
@@ -47,9 +41,8 @@ async def upstream(reader, writer):
             for place in range(TOKENS):
                 writer.write(event(f" w{place}"))
                 await asyncio.sleep(GAP_S)
-            writer.write(
-                event("", usage={"prompt_tokens": PROMPT_BYTES // 4, "completion_tokens": TOKENS}) + b"0\r\n\r\n"
-            )
+            usage = {"prompt_tokens": PROMPT_BYTES // 4, "completion_tokens": TOKENS}
+            writer.write(event("", usage=usage) + b"0\r\n\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):
         pass
     writer.close()
@@ -66,9 +59,8 @@ def serve(pipe):
 
 async def ask(port, number):
     """Milliseconds to the first token."""
-    body = json.dumps(
-        {"stream": True, "messages": [{"role": "user", "content": (f"{number} words " * 999)[:PROMPT_BYTES]}]}
-    ).encode()
+    said = [{"role": "user", "content": (f"{number} words " * 999)[:PROMPT_BYTES]}]
+    body = json.dumps({"stream": True, "messages": said}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     began = time.perf_counter()
@@ -107,7 +99,7 @@ def main(seconds):
         "--upstream",
         f"http://127.0.0.1:{direct}",
         "--out",
-        str(out),
+        out,
         "--port",
         "0",
     ]
@@ -124,9 +116,7 @@ def main(seconds):
         cpu = {pid: (after[pid] - before.get(pid, 0)) / spent for pid in after}
         added = sorted(through - plain for plain, through in rounds)
         proxy_cpu, p99 = cpu.pop(process.pid), sorted(ttft)[int(len(ttft) * 0.99)]
-        print(
-            f"TTFT added, median of {len(rounds)} interleaved rounds: {added[2]:.2f} ms ({added[0]:.2f} to {added[-1]:.2f})"
-        )
+        print(f"TTFT added, median of {len(rounds)} rounds: {added[2]:.2f} ms ({added[0]:.2f} to {added[-1]:.2f})")
         print(f"TTFT through the proxy at {RATE} a second: p50 {statistics.median(ttft):.1f}, p99 {p99:.1f} ms")
         tokens = f"{RATE * TOKENS:,} tokens a second"
         print(f"CPU: proxy {proxy_cpu:.1%} of a core, writer {sum(cpu.values()):.1%}, at {tokens}")
@@ -141,10 +131,8 @@ def main(seconds):
         held = asyncio.run(many())
         print(f"Memory: {memory / 2**20:.0f} MiB, with {STREAMS:,} open streams {held / 2**20:.0f} MiB")
         proxy.terminate()
-    rows = list(read(out))
-    print(
-        f"{len(rows):,} rows, {sum(row.status == 'completed' for row in rows):,} completed, lost {read_facts(out).lost}"
-    )
+    rows, lost = list(read(out)), read_facts(out).lost
+    print(f"{len(rows):,} rows, {sum(row.status == 'completed' for row in rows):,} completed, lost {lost}")
     up.kill()
 
 

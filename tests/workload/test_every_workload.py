@@ -95,15 +95,10 @@ def test_the_working_set_is_what_the_conversations_hold_at_their_longest(name):
 
 
 REFUSED = {
-    "agents": "agents=0",
-    "chat": "conversations=2.5 think_time_s='often' pressure=float('nan') max_turns=4 free=True",
-    "decode": "discard=0 iterations=5",
-    "hotness": "free=True",
+    "chat": "conversations=2.5 pressure=float('nan') max_turns=4 free=True",
+    "decode": "iterations=5",
     "prefix_invalidation": "blocks='512' blocks='0/5' blocks='8000/500'",
     "rounds": "rounds=10**6",
-    "sharegpt": "max_turns=4 free=True",
-    "trace": "max_turns=4 hint='oracle' users='many'",
-    "vllm_run": "warmup_turns=0",
 }
 
 
@@ -115,7 +110,5 @@ def test_a_field_out_of_range_is_refused_by_name(name, field):
     node = read_option("workload", name) | {key: eval(text)}
     if key == "max_turns":
         node["min_turns"] = 5
-    if name == "trace":
-        node["path"] = "none"
     with pytest.raises(ConfigError, match=rf"workload\.{key}="):
         factory("workload", node)(context())

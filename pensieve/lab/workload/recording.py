@@ -114,6 +114,14 @@ class Recording:
         )
 
 
+def grouped(calls: Iterable[tuple[str, Call]]) -> tuple[Conversation, ...]:
+    """Calls with the names of their conversations, in the order of each one's first call."""
+    found: dict[str, list[Call]] = {}
+    for name, call in calls:
+        found.setdefault(name, []).append(call)
+    return tuple(Conversation(name, tuple(own)) for name, own in found.items())
+
+
 def facts_of(recording: Recording, byte_tokens: bool) -> dict[str, Any]:
     """For the facts of a plan: what was left out of the file, and byte_tokens where the lengths of its texts are in bytes."""
     has_text = any(isinstance(call.content, Text) for one in recording.conversations for call in one.calls)

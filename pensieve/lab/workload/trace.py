@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pensieve.errors import ConfigError, MalformedInput
+from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import (
     Count,
     NotNegative,
@@ -25,6 +26,8 @@ from pensieve.lab.workload.formats.reading import OnMalformed
 from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Recorded, Users, lengths_of
 from pensieve.lab.workload.recording import Conversation, Recording, block_repeats, facts_of
 from pensieve.lab.workload.sharegpt import WARMUP_SIDE_BY_SIDE, arrivals_of
+
+log = logging.getLogger(__name__)
 
 AWAY_S = 3600.0
 AWAY_SPANS = 10
@@ -77,7 +80,9 @@ def trace_workload(
     inside = windowed(recording, window_s)
     outliers = 0
     if recording.timed:
-        inside, outliers = without_outliers(inside, on_malformed, path)
+        inside, outliers = without_outliers(inside)
+        if outliers:  # a replay would wait for them
+            log.warning("%s: %d requests whose times lie far from all others are left out.", path, outliers)
         if users is not None:
             raise ConfigError(
                 f"workload.format={recording.format} has a time for each request; leave workload.users alone."
@@ -166,31 +171,15 @@ def windowed(recording: Recording, length_s: float | None) -> Sequence[Conversat
     return [replace(one, calls=calls) for one, calls in inside if calls]
 
 
-def without_outliers(
-    conversations: Sequence[Conversation], on_malformed: OnMalformed, path: str
-) -> tuple[Sequence[Conversation], int]:
-    """Timed conversations without the calls whose times are outliers, and how many those were.
-
-    Raises MalformedInput for an outlier with on_malformed="fail".
-    """
+def without_outliers(conversations: Sequence[Conversation]) -> tuple[Sequence[Conversation], int]:
+    """Timed conversations without the calls whose times are outliers, and how many those were."""
     times = sorted(call.at_s or 0.0 for one in conversations for call in one.calls)
     most = max(1, int(FEW * len(times)))
     last = len(times) - _strays(times, most)
     first = _strays([-at_s for at_s in reversed(times[:last])], most)
-    left_out = first + len(times) - last
-    if not left_out:
-        return conversations, 0
     low, high = times[first], times[last - 1]
-    if on_malformed == "fail":
-        stray = times[-1] if last < len(times) else times[first - 1]
-        raise MalformedInput(
-            f"{path}: a request at {stray:,.6g} s after the first one lies far from the other {last - first:,}, which are "
-            f"between {low:,.6g} s and {high:,.6g} s: a replay would wait for it. Correct the time, name the requests "
-            "you want with workload.window_s, or set workload.on_malformed=skip to leave such "
-            "requests out and have them counted."
-        )
     kept = [(one, tuple(call for call in one.calls if low <= (call.at_s or 0.0) <= high)) for one in conversations]
-    return [replace(one, calls=inside) for one, inside in kept if inside], left_out
+    return [replace(one, calls=inside) for one, inside in kept if inside], first + len(times) - last
 
 
 def _strays(times: Sequence[float], most: int) -> int:

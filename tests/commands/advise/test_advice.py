@@ -123,12 +123,6 @@ def test_what_the_engine_found_is_unknown_where_it_does_not_say_and_sizes_are_as
     assert other.largest_difference > 0  # not the sizes that it had
 
 
-def test_requests_that_the_model_could_not_have_served_are_refused(tmp_path, monkeypatch):
-    path, limit = written(tmp_path, traffic()), "model.architecture.max_position_embeddings=128"
-    with pytest.raises(ConfigError, match="of 32 requests are longer than the 128 tokens of model=tiny"):
-        advised(path, "model=tiny", limit, monkeypatch=monkeypatch)
-
-
 def test_a_clock_that_jumps_is_counted_and_a_file_that_ends_early_is_refused(tmp_path):
     rows = traffic()
     rows[-1].arrival_s += 1e7

@@ -77,7 +77,7 @@ def open_source(path: Path, format: str | None) -> Source:
             "what a cache would find; record the traffic with pensieve record."
         )
     names = {call.order: one.id for one in conversations for call in one.calls}
-    conversations, strays = without_outliers(conversations, "skip", str(path))
+    conversations, strays = without_outliers(conversations)
     kept = {call.order for one in conversations for call in one.calls} if strays else names.keys()
     kept_rows = [(one, names[place]) for place, one in enumerate(asked) if place in kept]
     return Source(path, facts, kept_rows, conversations, named, in_file, strays)

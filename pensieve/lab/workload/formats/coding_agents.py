@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pensieve.core.request import Hint, StopReason
 from pensieve.lab.workload.formats.reading import Entry, Hashes, Positive, Reader, Time, Whole
 from pensieve.lab.workload.playback import Begun
-from pensieve.lab.workload.recording import Blocks, Call, Conversation, Parts, Recording, hashes_of
+from pensieve.lab.workload.recording import Blocks, Call, Conversation, Parts, Recording, grouped, hashes_of
 
 
 def _digest(*names: object) -> int:
@@ -249,7 +249,7 @@ def tracelab(reader: Reader) -> Recording:
     facts = Counter(duplicate_rounds=len(rows) - len(rounds), shorter_prompts=0)
     prompts: dict[str, _Pieces] = {}
     ended_s: dict[str, float] = {}
-    calls: dict[str, list[Call]] = {}
+    calls: list[tuple[str, Call]] = []
     for order, one in enumerate(rounds):
         name, before = one.session, prompts.get(one.session)
         if before is None:
@@ -268,9 +268,9 @@ def tracelab(reader: Reader) -> Recording:
             pause_s=max(0.0, one.at_s - ended_s[name]) if name in ended_s else None,
             hint=one.hint,
         )
-        calls.setdefault(name, []).append(call)
+        calls.append((name, call))
         ended_s[name] = one.end_s
-    return Recording(tuple(Conversation(name, tuple(own)) for name, own in calls.items()), TRACELAB, dict(facts))
+    return Recording(grouped(calls), TRACELAB, dict(facts))
 
 
 def _cut(pieces: _Pieces, tokens: int) -> _Pieces:

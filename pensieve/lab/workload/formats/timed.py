@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, AliasChoices, Field, model_validator
 
 from pensieve.lab.workload.formats.reading import Entry, Hashes, Positive, Reader, Time, Whole
-from pensieve.lab.workload.recording import Blocks, Call, Content, Conversation, Count, Parts, Recording
+from pensieve.lab.workload.recording import Blocks, Call, Content, Count, Parts, Recording, grouped
 from pensieve.units import ceil_div
 
 _AT = attrgetter("at_s")
@@ -38,12 +38,12 @@ def _recording(
     contents: Iterable[Content] | None = None,
 ) -> Recording:
     """rows: by time. names: of the conversation of each. contents: of each, where a row alone does not tell."""
-    calls: dict[str, list[Call]] = {}
     contents = [row.content for row in rows] if contents is None else contents
-    for order, (row, name, content) in enumerate(zip(rows, names, contents, strict=True)):
-        call = Call(content, row.reply, row.at_s - rows[0].at_s, continues=False, order=order)
-        calls.setdefault(f"{prefix}-{name}", []).append(call)
-    return Recording(tuple(Conversation(name, tuple(own)) for name, own in calls.items()), rule, facts or {})
+    calls = [
+        (f"{prefix}-{name}", Call(content, row.reply, row.at_s - rows[0].at_s, continues=False, order=order))
+        for order, (row, name, content) in enumerate(zip(rows, names, contents, strict=True))
+    ]
+    return Recording(grouped(calls), rule, facts or {})
 
 
 # Azure's LLM inference traces: CSV with a time and two lengths. There are no sessions in it.
