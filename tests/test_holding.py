@@ -101,11 +101,11 @@ class Watch:
         cache.check()
         for tier, blocks in used(cache).items():
             self.whole[tier] += blocks * passed
-        payer = self.engine.facts.holding.payer
+        payers = self.engine.facts.holding._payers
         sessions = cache.sessions.values() if isinstance(cache, TwoTierCache) else ()
         for session, node in [(one, node) for one in sessions for node in one.nodes() if node.session is one]:
             for tier, column in (("gpu", node.chunks.gpu), ("cpu", node.chunks.cpu)):
-                assert {payer(tier, block) for block in column if block >= 0} <= {session.number}, "another pays"
+                assert {payers[tier][block] for block in column if block >= 0} <= {session.number}, "another pays"
                 block_ns = sum(block >= 0 for block in column) * passed
                 self.own[session.name, tier] += block_ns
                 self.idle[session.name, tier] += 0 if node.running else block_ns

@@ -93,7 +93,6 @@ TRIALS = (
     Trial("vllm scheduler", (*CHAT, "scheduler=vllm", "baseline=prefix_cache"), slow=True),
     Trial("loads not apart", (*CHAT, "scheduler.load_apart=false", "hardware.pipelined_swap_in=false"), slow=True),
     Trial("fragments", (*CHAT, "hardware.fragment_s=5.9e-6", "baseline.cache.restore=hybrid"), slow=True),
-    Trial("mistaken costs", (*CHAT, "scheduler.cost_error=2", "scheduler.cost_error_context=0.5"), slow=True),
     Trial("timeouts", (*CHAT, "workload.timeout_s=1.5", "workload.turns_per_s=30")),
     Trial(
         "suspensions", (*CHAT, "cache.gpu='928 tokens'", "scheduler.admission_reserve=0", "workload.turns_per_s=200")

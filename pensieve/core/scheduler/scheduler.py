@@ -64,7 +64,7 @@ class SchedulerSettings:
     leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5). admit_beyond_budget: admit whoever fits into
     memory, so that what it has on the CPU is loaded before its turn to compute; False: only while this iteration has
     positions left, as vLLM does. Whoever starts the engine makes strategies of copy_ahead and load_apart
-    (plugins/overlap.py), and wrong prices of cost_error and cost_error_context (engine_system.mistaken).
+    (plugins/overlap.py).
     """
 
     composition: Composition = unified
@@ -76,8 +76,6 @@ class SchedulerSettings:
     copy_ahead: str = "paper"
     load_apart: bool = False
     admit_beyond_budget: bool = True
-    cost_error: float = 1.0
-    cost_error_context: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < 1 or self.max_batch_requests < 1:

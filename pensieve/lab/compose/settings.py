@@ -76,7 +76,7 @@ class CacheConfig(_Group):
 
 class SchedulerConfig(_Group):
     """composition: the function that makes a batch, by its `_target_`. The shares are of the GPU blocks. copy_ahead: see
-    scheduler.copy_ahead. cost_error, cost_error_context: see engine_system.mistaken."""
+    scheduler.copy_ahead."""
 
     name: str
     composition: dict[str, Any]
@@ -88,8 +88,6 @@ class SchedulerConfig(_Group):
     copy_ahead: AskedCopyAhead
     load_apart: bool
     admit_beyond_budget: bool = True
-    cost_error: Above = 1.0
-    cost_error_context: Rate = 1.0
 
     @model_validator(mode="after")
     def _stops_above_where_it_starts(self) -> SchedulerConfig:

@@ -110,11 +110,6 @@ class Holding:
         if following != _FREE:
             self._change(tier, following, len(blocks))
 
-    def payer(self, tier: Tier, block: int) -> int | None:
-        """Return who pays for the block; None: it is free."""
-        number = self._payers[tier][block]
-        return None if number == _FREE else number
-
     def until_now(self) -> dict[tuple[str, Tier], Held]:
         """Return what each session has held of each tier, where that is anything, in the order in which they were opened."""
         found: dict[tuple[str, Tier], Held] = {}

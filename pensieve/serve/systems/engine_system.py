@@ -112,15 +112,14 @@ class EngineSystem(ABC):
         self._report = report = self._worker.start(self._gpu_blocks, self._cpu_blocks)
         size = self.chunk_tokens
         settings = self._scheduler_settings
-        true = self._cost = self._cost or self._prices(report)  # what is recorded goes by
-        believed = mistaken(true, settings.cost_error, settings.cost_error_context, size)
+        cost = self._cost = self._cost or self._prices(report)
         parts = self._hardware.load_parts(self._model.layers)
         context = PolicyContext(
             chunk_tokens=size,
             gpu_blocks=self._gpu_blocks,
             cpu_blocks=self._cpu_blocks,
-            recompute_s=believed.recompute_s,
-            load_s=believed.load_s(),
+            recompute_s=cost.recompute_s,
+            load_s=cost.load_s(),
             seed=self._seed,
         )
         cache = self._make_cache(
@@ -130,7 +129,7 @@ class EngineSystem(ABC):
             cpu_blocks=self._cpu_blocks,
         )
         cache.begin(
-            cost=believed,
+            cost=cost,
             layers=parts,
             batch_tokens=settings.max_batch_tokens,
             below=self._below,
@@ -145,7 +144,7 @@ class EngineSystem(ABC):
         )
         if self._copy_choice.note:
             _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)
-        self.books = Books(size, true)
+        self.books = Books(size, cost)
         settings = replace(settings, copy_ahead=self._copy_choice.mode)
         self.engine = Engine(
             cache=cache,
@@ -157,7 +156,7 @@ class EngineSystem(ABC):
             search=self._search if self._tokenizer else None,
             limits=self._limits,
             facts=self.books,
-            strategies=strategies_of(settings, size, believed, self._forward),
+            strategies=strategies_of(settings, size, cost, self._forward),
         )
         return report
 
@@ -289,37 +288,3 @@ class Answer:
 
     def failed(self, error: WorkerError) -> None:
         self.future.set_exception(error)
-
-
-class MistakenCost:
-    """Another cost model's seconds, all computing taken `compute` times as long, and of a chunk's time what grows with its
-    context `context` times more than that. Loads are priced as they are: with both wrong alike no choice between computing
-    and loading would change.
-
-    Only who decides asks it. What anything takes on a simulated machine its worker asks of a model of its own.
-    """
-
-    def __init__(self, cost: CostModel, compute: float, context: float, chunk_tokens: int) -> None:
-        self._cost, self._compute, self._context = cost, compute, context
-        self._first_s = cost.recompute_s(chunk_tokens)
-
-    def recompute_s(self, context_tokens: int) -> float:
-        grown = self._cost.recompute_s(context_tokens) - self._first_s
-        return self._compute * (self._first_s + self._context * grown)
-
-    def step_s(self) -> float:
-        return self._compute * self._cost.step_s()
-
-    def weights_s(self) -> float:
-        return self._compute * self._cost.weights_s()
-
-    def load_s(self) -> float:
-        return self._cost.load_s()
-
-    def describe(self) -> dict[str, Any]:
-        return {**self._cost.describe(), "mistaken": {"compute": self._compute, "context": self._context}}
-
-
-def mistaken(cost: CostModel, compute: float, context: float, chunk_tokens: int) -> CostModel:
-    """The cost model itself where both factors are 1."""
-    return cost if compute == context == 1.0 else MistakenCost(cost, compute, context, chunk_tokens)
