@@ -5,7 +5,6 @@ and the user's cache folder, of what can be made again (compiled kernels, digest
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +17,9 @@ SETTINGS = (
 """Everything of a model but its weights: a few megabytes."""
 
 _TIMEOUT_S = 10.0
-_REMEMBERED_S = 30.0  # longer than a command takes to start; short for somebody who plugs the network in
 
-_answers: dict[tuple[str, str | None], tuple[float, str | None, str | None]] = {}
+_answers: dict[tuple[str, str | None], tuple[str | None, str | None]] = {}
+"""Of the hub, by repository and revision: why not, and the commit where it can be read."""
 
 
 def cached_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
@@ -44,10 +43,7 @@ def cached_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
 def commit(hub_id: str, revision: str | None = None) -> str | None:
     """The commit that a repository stands at: of the cached snapshot, else as the hub answered before. Asks nobody."""
     folder = cached_snapshot(hub_id, revision)
-    if folder is not None:
-        return folder.name
-    _, _, answered = _answers.get((hub_id, revision), (0.0, None, None))
-    return answered
+    return folder.name if folder is not None else _answers.get((hub_id, revision), (None, None))[1]
 
 
 def why_not(hub_id: str, revision: str | None = None) -> str | None:
@@ -56,11 +52,9 @@ def why_not(hub_id: str, revision: str | None = None) -> str | None:
     One request without retries, so that no network means a sentence in seconds and not minutes of attempts. The answer is
     remembered: what a command needs of a model that cannot be had is not asked for again.
     """
-    found = _answers.get((hub_id, revision))
-    if found is None or time.monotonic() - found[0] > _REMEMBERED_S:
-        found = (time.monotonic(), *_ask(hub_id, revision))
-        _answers[hub_id, revision] = found
-    return found[1]
+    if (hub_id, revision) not in _answers:
+        _answers[hub_id, revision] = _ask(hub_id, revision)
+    return _answers[hub_id, revision][0]
 
 
 def settings_folder(hub_id: str, revision: str | None, enough: Callable[[Path], bool], what: str, instead: str) -> Path:
@@ -88,7 +82,6 @@ def settings_folder(hub_id: str, revision: str | None, enough: Callable[[Path], 
 
 
 def _ask(hub_id: str, revision: str | None) -> tuple[str | None, str | None]:
-    """Why not, and the commit where it can be read."""
     from huggingface_hub import HfApi, errors
 
     reasons = {  # a class before those that it is made of

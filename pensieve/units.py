@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 GIB = 2**30
-_BYTES = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": GIB,
-    "tib": 2**40,
-}
 _TOKENS = {"token": 1, "tokens": 1, "tok": 1, "ktokens": 1000, "mtokens": 1_000_000}
 _MOST_BARE = 1000
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*$")
@@ -53,29 +42,29 @@ def parse_capacity(text: str | float, field: str = "size") -> Capacity:
 
     Raises ConfigError for a number alone of 1000 or more, which is more likely meant in tokens or MB.
     """
+    from pydantic import ByteSize
+
     match = _SIZE.match(str(text))
     if match is None:
         raise ConfigError(f'{field}={text!r} is not a size; write "4GiB", "2GB" or "8192 tokens".')
     number, unit = float(match[1]), match[2].lower()
-    if unit in _BYTES:
-        return Capacity(bytes=int(number * _BYTES[unit]))
+    if unit.endswith("b") and unit in ByteSize.byte_sizes:
+        return Capacity(bytes=int(number * ByteSize.byte_sizes[unit]))
     if unit in _TOKENS:
         return Capacity(tokens=int(number * _TOKENS[unit]))
     if unit == "" and number == 0:
         return Capacity(tokens=0)
     if unit == "" and number < _MOST_BARE:
-        return Capacity(bytes=int(number * _BYTES["gb"]))
+        return Capacity(bytes=int(number * 10**9))
     unknown = "no unit" if unit == "" else "no known unit"
     raise ConfigError(f'{field}={text!r} has {unknown}; write "4GiB", "2GB" or "8192 tokens" (2 alone is 2 GB).')
 
 
 def format_bytes(count: float) -> str:
     """Binary units with one decimal: 1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    from pydantic import ByteSize
+
+    return ByteSize(count).human_readable(separator=" ")
 
 
 NONE = "–"

@@ -22,7 +22,7 @@ from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.books.books import Books
-from pensieve.serve.books.holding import EARLIER, Held
+from pensieve.serve.books.holding import EARLIER, TIERS, Held
 from pensieve.sim.worker import VirtualClock
 from tests.simulated import make_engine, request
 from tests.test_bound_of_managers import Dear, trace
@@ -117,14 +117,15 @@ def held(engine):
 
 
 @pytest.mark.parametrize("name", MANAGERS)
-def test_accounts_add_up_to_what_the_tiers_gave_away(name):
+def test_accounts_add_up_to_what_the_tiers_gave_away_and_seconds_to_the_whole_history(name):
     """Random conversations that share openings, are edited, cancelled and forgotten, in little room."""
-    seen = Counter()
-    for chance in range(8):
+    seen, tokens = Counter(), Counter()
+    for chance in range(14):
         rng = random.Random(chance)
         engine = engine_of(name, rng)
         watch = Watch(engine)
-        trace(rng, engine, turns=14)
+        for said in trace(rng, engine, turns=14):
+            check_seconds(said.record, tokens)
         found = held(engine)
         for tier in ("gpu", "cpu", "disk"):
             assert sum(one.block_ns for (_, which), one in found.items() if which == tier) == watch.whole[tier]
@@ -139,10 +140,31 @@ def test_accounts_add_up_to_what_the_tiers_gave_away(name):
         if name in ("gpu_only", "stateless"):
             assert {key: one.block_ns for key, one in found.items()} == {k: v for k, v in watch.own.items() if v}
             assert {k: one.idle_block_ns for k, one in found.items()} == {k: watch.idle[k] for k in found}
-    tiers = {tier for tier in seen if seen[tier]}
-    assert tiers == {"gpu"} | ({"cpu"} if name.startswith(("pensieve", "vllm_offload")) else set()) | (
-        {"disk"} if "disk" in name else set()
-    )
+    tiers = {"gpu"} | ({"cpu"} if name.startswith(("pensieve", "vllm_offload")) else set())
+    tiers |= {"disk"} if "disk" in name else set()
+    assert {tier for tier in seen if seen[tier]} == tiers
+    assert {tier for tier in TIERS if tokens[tier]} == (set() if name == "stateless" else tiers)
+    assert (tokens["again"] > 0) == (name == "pensieve, hybrid")
+
+
+def check_seconds(turn, tokens):
+    """What was found and what was missed are the whole history in seconds. tokens: what is found on each tier, in all."""
+    if turn.history_tokens is None:
+        assert turn.saved_s is None
+        return
+    shared = turn.shared_hit_tokens or 0  # on either tier
+    whole = positions_s(Dear(), 0, turn.history_tokens + shared, 2)
+    loaded = not turn.cpu_recomputed_tokens
+    tokens["again"] += turn.cpu_recomputed_tokens
+    if loaded:
+        assert sum(turn.saved_s) + turn.recomputed_s == pytest.approx(whole)
+    else:
+        assert sum(turn.saved_s) + turn.recomputed_s < whole
+    hits = (turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.disk_hit_tokens)
+    for tier, seconds, count in zip(TIERS, turn.saved_s, hits, strict=True):
+        assert seconds > 0 or not count or not loaded
+        assert count or shared or not seconds
+        tokens[tier] += count or 0
 
 
 def moment(engine, ns):
@@ -205,43 +227,3 @@ def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read():
     tier.finish([Moved(1, ok=False, gone=(one, two))])
     books.at(1000)
     assert books.holdings() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
-
-
-# -- seconds saved -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MANAGERS)
-def test_what_was_found_and_what_was_missed_are_the_whole_history_in_seconds(name):
-    tokens = Counter()
-    again = 0
-    for chance in range(14):
-        rng = random.Random(chance)
-        engine = engine_of(name, rng)
-        for said in trace(rng, engine, turns=14):
-            turn = said.record
-            if turn.history_tokens is None:
-                assert turn.saved_s is None
-                continue
-            assert turn.saved_s is not None and turn.recomputed_s is not None
-            below = turn.history_tokens + (turn.shared_hit_tokens or 0)
-            whole = positions_s(Dear(), 0, below, 2)
-            loaded = not turn.cpu_recomputed_tokens
-            again += turn.cpu_recomputed_tokens
-            if loaded:
-                assert sum(turn.saved_s) + turn.recomputed_s == pytest.approx(whole)
-            else:
-                assert sum(turn.saved_s) + turn.recomputed_s < whole
-            shared = turn.shared_hit_tokens or 0  # on either tier
-            hits = (turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.disk_hit_tokens)
-            for tier, (seconds, count) in enumerate(zip(turn.saved_s, hits, strict=True)):
-                assert seconds > 0 or not count or not loaded
-                assert count or shared or not seconds
-                tokens[tier] += count or 0
-    assert (again > 0) == (name == "pensieve, hybrid")
-    assert {tier for tier in tokens if tokens[tier]} == (
-        set()
-        if name == "stateless"
-        else {0}
-        | ({1} if name.startswith(("pensieve", "vllm_offload")) else set())
-        | ({2} if "disk" in name else set())
-    )

@@ -109,13 +109,16 @@ class HubTokenizer:
         name: str | None = None,
         backend: tuple[Any, Mapping[str, str]] | None = None,
     ) -> None:
-        settings = _read_settings(folder)
+        # Older models have their special tokens in special_tokens_map.json.
+        settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         self._backend, self.special_tokens = backend or (_read_backend(folder), special_tokens_of(settings))
         self.name = name or folder.name
         self.vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
         self.chat_template = _chat_template(folder, settings)
         own = self._id_of("eos_token")
-        self.eos_ids = frozenset((*eos_ids, *_generation_eos(folder), *(() if own is None else (own,))))
+        self.eos_ids = frozenset(
+            (*eos_ids, *eos_of(_read_json(folder / "generation_config.json")), *(() if own is None else (own,)))
+        )
         self.begin = self._begin(settings.get("add_bos_token"))
         self._mark_specials()
 
@@ -174,15 +177,10 @@ def eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _generation_eos(folder: Path) -> tuple[int, ...]:
-    file = folder / "generation_config.json"
-    return eos_of(_read_json(file)) if file.is_file() else ()
-
-
 def _read_json(file: Path) -> dict[str, Any]:
+    """Its content; empty where there is no such file."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return dict(content)
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise WeightsMissing(f"{file} is not readable: {error}.") from error
 
@@ -197,23 +195,11 @@ def _read_backend(folder: Path) -> Any:
         raise WeightsMissing(f"{file} is not a readable tokenizer: {error}.") from error
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json over special_tokens_map.json, which older models have their special tokens in."""
-    settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            settings |= _read_json(folder / name)
-    return settings
-
-
 def special_tokens_of(settings: Mapping[str, Any]) -> dict[str, str]:
     """The texts of special tokens, by names such as bos_token."""
-    found = {}
-    for name, token in settings.items():
-        text = token.get("content") if isinstance(token, Mapping) else token
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+    named = {name: token for name, token in settings.items() if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -272,6 +258,11 @@ class TextStream:
             self._cut(text)
         return piece
 
+    def ends(self, token: int) -> bool:
+        """The next token; returns whether the text so far holds a stop string."""
+        self.push(token)
+        return self.ended
+
     def finish(self) -> str:
         """Return the text that was held back."""
         return self._hand_out(before_stop(self._before + self._decode(self._ids), self._stops))
@@ -297,17 +288,6 @@ class TextStream:
 def _begun(text: str, stop: str) -> int:
     """Characters at the end of the text that a stop string may begin with."""
     return next((count for count in range(len(stop) - 1, 0, -1) if text.endswith(stop[:count])), 0)
-
-
-def stop_search(decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> Callable[[int], bool]:
-    """Who is told each token, and answers whether the text so far holds a stop string."""
-    stream = TextStream(decode, stops)
-
-    def ends(token: int) -> bool:
-        stream.push(token)
-        return stream.ended
-
-    return ends
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -353,7 +333,9 @@ class ChatTemplate:
             length = _length_of(said[index], true, place + len(segment), after)
             if length is None or not true.startswith(segment, place):  # the template shows another text: it is encoded
                 break
-            ids += self._encode(self._before_reply(segment), first=not place) + self._without_end(list(reply))
+            ids += self._encode(segment.removesuffix(self._joint or ""), first=not place) + self._without_end(
+                list(reply)
+            )
             place += len(segment) + length
         return ids + self._encode(true[place:], first=not place)
 
@@ -402,9 +384,6 @@ class ChatTemplate:
         head = self._render([_user("-"), {"role": "assistant", "content": mark}], None, ask=False).partition(mark)[0]
         rest = head.removeprefix(asked)
         return rest if head.startswith(asked) and not rest.strip() else None
-
-    def _before_reply(self, segment: str) -> str:
-        return segment.removesuffix(self._joint) if self._joint else segment
 
     def _without_end(self, reply: list[int]) -> list[int]:
         """The template itself ends a reply, also one that was cut short, or that ended otherwise than the template says."""

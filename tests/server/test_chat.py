@@ -102,18 +102,19 @@ def test_five_questions_are_played_with_and_without_memory(capsys):
 @pytest.mark.parametrize(("typed", "dtype"), [((), "float32"), (("model.dtype=bfloat16",), "bfloat16")])
 def test_replies_are_compared_in_float32_or_with_what_may_differ(typed, dtype, tmp_path, capsys, monkeypatch):
     served = []
-    took = Conversation.took
+    ask = Conversation.ask
 
-    def watched(self, stream):
+    def watched(self, text):
+        stream = ask(self, text)
         served.append((self._server.system.settings()["dtype"], stream.turn.sampling.temperature))
-        return took(self, stream)
+        return stream
 
-    monkeypatch.setattr(Conversation, "took", watched)
+    monkeypatch.setattr(Conversation, "ask", watched)
     (tmp_path / "two").write_text("One?\nTwo?\n")
     config = composed("hardware=cpu", f"chat.script={tmp_path / 'two'}", "chat.max_new_tokens=3", *typed)
     assert chat(config, {"model"}) == 0
     shown = capsys.readouterr()
-    assert served == [(dtype, 0.0)] * 4
+    assert served == [(dtype, 0.0)] * 6, "with the one that warms up, of each"
     assert ("round differently" in shown.out + shown.err) == (dtype == "bfloat16")
     if dtype == "float32":
         assert shown.out.count("the same") == 2

@@ -134,6 +134,9 @@ def test_responses_go_on_fork_and_are_deleted(live):
 
 def test_a_streamed_response_tells_what_it_is_and_ends_as_the_whole(client):
     fields = {"model": "tiny", "temperature": 0, "max_output_tokens": 12, "input": "Stream, please"}
+    tool = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+    whole = client.responses.create(tools=[tool], **fields)
+    assert whole.model_dump()["tools"][0].items() >= {**tool, "description": None, "strict": None}.items()
     whole = client.responses.create(**fields)
     events = list(client.responses.create(stream=True, **fields))
     kinds = [event.type.removeprefix("response.") for event in events]

@@ -129,21 +129,6 @@ def test_a_server_that_is_told_to_stop_lets_replies_end():
         assert asked.result.status_code == 200
 
 
-def test_requests_under_way_fail_when_the_server_is_closed():
-    system, worker = threaded()
-    server = Server(system, ByteTokenizer())
-    worker.gate.clear()
-    asking = [Side(lambda name=name: server.generate(name, prompt_ids=[1, 2, 3], max_new_tokens=5)) for name in "ab"]
-    assert worker.entered.wait(PATIENCE_S)
-    closing = Side(server.close)
-    worker.gate.set()
-    assert closing.ended()
-    assert all(side.ended() for side in asking)
-    assert {type(side.error) for side in asking} <= {RequestFailed, type(None)}, "a turn that was done by then stands"
-    with pytest.raises(RequestFailed, match="closed"):
-        server.generate("c", prompt_ids=[1], max_new_tokens=1)
-
-
 @pytest.mark.parametrize("clock", ["wall", "virtual"])
 def test_a_crash_of_the_engine_fails_every_request_and_those_to_come(clock):
     class Worker(SimulatedWorker):

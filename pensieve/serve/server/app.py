@@ -117,7 +117,7 @@ class App:
         """All but the word that requests are served from now on (`server`), with the conversations of before. state: where
         they are kept."""
         s = self.settings
-        server.conversations.limit(s.max_sessions, s.keep_alive_s)
+        server.conversations.most, server.conversations.keep_alive_s = s.max_sessions, s.keep_alive_s
         self.meters = Meters(server)
         self._kept, self.restored = state, 0 if state is None else state.restore(server.conversations)
 

@@ -20,7 +20,6 @@ from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.model_files import check_weights, model_config
 from pensieve.lab.compose.settings import check_node
 from pensieve.lab.trial.terminal import console, say
-from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Generation, Server, Stream, server_of
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
 from pensieve.units import grid, three_digits
@@ -95,7 +94,6 @@ class Conversation:
 
     def __init__(self, server: Server, settings: ChatSettings, out: Console) -> None:
         self._server, self._settings, self._out = server, settings, out
-        self._turns: list[TurnRecord] = []
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer lines until `exit` or the end of input. Ctrl-C at the prompt gives up the line."""
@@ -111,35 +109,35 @@ class Conversation:
             if line == "stats":
                 self._stats()
             elif line == "reset":
-                self.reset()
+                self._server.forget(_NAME)
                 self._out.print("The conversation begins anew.")
             elif line:
                 self._answer(line)
 
-    def reset(self) -> None:
-        self._server.forget(_NAME)
-        self._turns = []
-
     def ask(self, text: str) -> Stream:
         """The reply to one message of the user."""
         s, messages = self._settings, [{"role": "user", "content": text}]
-        if s.system is not None and not self._turns:
+        if s.system is not None and self._server.conversations.find("", _NAME) is None:
             messages.insert(0, {"role": "system", "content": s.system})
         output = Free(s.max_new_tokens, self._server.stops(()))
         stream = Stream(self._server.turn(output, self._server.sampling(s.temperature, s.top_p), fits=True))
         self._server.conversations.chat(stream.turn, "", _NAME, list(messages), whole=False)
         return stream
 
-    def took(self, stream: Stream) -> Generation:
-        """Wait for the end of a turn and remember it."""
-        said = stream.result()
-        if said.turn.stands:
-            self._turns.append(said.turn)
-        return said
-
     def _stats(self) -> None:
-        if self._turns:
-            self._out.print(grid([_told(number, turn) for number, turn in enumerate(self._turns, start=1)], fold=True))
+        """Of each turn where its prompt was found, and why what was nowhere was not."""
+        lines, known = [], self._server.conversations.find("", _NAME)
+        for number, mark in enumerate(known.marks if known is not None else (), start=1):
+            told = mark.told
+            found = {
+                name: str(count) for name, count in told["prompt_tokens_details"].items() if name != "cached_tokens"
+            }
+            sizes = {"reply": str(told["output_tokens"]), "prompt": str(told["prompt_tokens"])}
+            missed = ", ".join(f"{miss['cause']} {miss['tokens']}" for miss in told["misses"])
+            ttft = three_digits(told["ttft_ms"])
+            lines.append({"turn": str(number), "TTFT, ms": ttft, **sizes, **found, "missed": missed})
+        if lines:
+            self._out.print(grid(lines, fold=True))
         self._out.print(self._server.get_statistics_str(), markup=False, highlight=False, soft_wrap=True)
 
     def _answer(self, text: str) -> None:
@@ -152,18 +150,9 @@ class Conversation:
                 stream.cancel()
                 self._out.out(" (stopped)", end="", highlight=False)
             self._out.print()
-            self.took(stream)
+            stream.result()
         except PensieveError as error:
             self._out.print(str(error), markup=False)
-
-
-def _told(number: int, r: TurnRecord) -> dict[str, str]:
-    """A turn: where its prompt was found, and why what was nowhere was not."""
-    found = {"GPU": r.gpu_hit_tokens, "CPU": r.cpu_hit_tokens, "disk": r.disk_hit_tokens}
-    counts = {"reply": r.output_tokens, "prompt": r.prompt_tokens, **found, "recomputed": r.recomputed_tokens}
-    missed = ", ".join(f"{miss.cause} {miss.tokens}" for miss in r.misses)
-    shown = {name: str(count) for name, count in (counts | {"new": r.new_tokens}).items()}
-    return {"turn": str(number), "TTFT, ms": three_digits(r.ttft_ms), **shown, "missed": missed}
 
 
 def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[str]) -> int:
@@ -180,10 +169,10 @@ def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[s
         with server_of({**trial, "baseline": read_option("baseline", baseline)}) as server:
             conversation = Conversation(server, settings, console())
             conversation.ask("Hello").result()  # the first forward of a process is no turn
-            conversation.reset()
+            server.forget(_NAME)
             ran = server.system.settings()
             rounds = ran["dtype"] in SIXTEEN_BITS and not ran["simulated"]
-            played[baseline] = [conversation.took(conversation.ask(question)) for question in questions]
+            played[baseline] = [conversation.ask(question).result() for question in questions]
     lines = []
     for number, (question, *said) in enumerate(zip(questions, *played.values(), strict=True), start=1):
         texts, ttft = [one.text.strip() for one in said], [one.turn.ttft_ms or float("nan") for one in said]

@@ -180,21 +180,20 @@ class Conversations:
     """Thread-safe by `lock`, which callers hold over what must happen at once. released: told of each conversation that is
     given up."""
 
-    def __init__(self, released: Callable[[Conversation], None], now: Callable[[], float] = time.time) -> None:
+    def __init__(self, released: Callable[[Conversation], None]) -> None:
         self.lock = threading.RLock()
-        self._released, self._now = released, now
-        self._most, self._keep_alive_s = math.inf, math.inf
+        self._released = released
+        self.most = math.inf
+        """Conversations that a tenant may have, and stored responses. Beyond, the unnamed one idle longest makes room, or the
+        oldest response."""
+        self.keep_alive_s: float | None = None
+        """Of those that say nothing else; None: for ever."""
         self._all: dict[str, dict[str, Conversation]] = {}  # by tenant and id
         self._sorted: dict[str, list[Conversation]] = {}  # of each tenant, by tokens
         self._by_key: dict[tuple[str, str], tuple[Conversation, Mark]] = {}
         self._responses: dict[str, dict[str, Stored]] = {}  # by tenant and id, the oldest first
         self.keeper: StateFile | None = None
         """Who hears of all that outlives a turn."""
-
-    def limit(self, most: int, keep_alive_s: float | None) -> None:
-        """most: conversations that a tenant may have, and stored responses. Beyond, the unnamed one idle longest makes room,
-        or the oldest response. keep_alive_s: of those that say nothing else; None: for ever."""
-        self._most, self._keep_alive_s = most, math.inf if keep_alive_s is None else keep_alive_s
 
     # -- look up ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +245,7 @@ class Conversations:
             known = self._all.setdefault(tenant, {})
             chosen = name or f"conv_{secrets.token_hex(8)}"
             assert chosen not in known
-            now = self._now()
+            now = time.time()
             made = Conversation(tenant, chosen, name is not None, now, now)
             known[chosen] = made
             bisect.insort_right(self._sorted.setdefault(tenant, []), made, key=_TOKENS)
@@ -370,7 +369,7 @@ class Conversations:
             conversation.computed, conversation.messages = computed, said.messages
             if mark.key is not None:
                 self._by_key[conversation.tenant, mark.key] = conversation, mark
-            conversation.used_at = self._now()
+            conversation.used_at = time.time()
             conversation.restored, conversation.begun = False, True
         if self.keeper is not None:
             self.keeper.settled(conversation)
@@ -417,7 +416,7 @@ class Conversations:
         tenant = stored.conversation.tenant
         with self.lock:
             mine = self._responses.setdefault(tenant, {})
-            oldest = next(iter(mine)) if len(mine) >= self._most else None
+            oldest = next(iter(mine)) if len(mine) >= self.most else None
             mine[response_id] = stored
             stored.conversation.claims += 1
         if self.keeper is not None:
@@ -469,10 +468,10 @@ class Conversations:
     def expire(self) -> None:
         """Give up those that were idle for longer than their keep_alive_s."""
         with self.lock:
-            now = self._now()
+            now = time.time()
             for conversation in self:
-                keep_s = self._keep_alive_s if conversation.keep_alive_s is None else conversation.keep_alive_s
-                if conversation.idle and now - conversation.used_at > keep_s:
+                keep_s = self.keep_alive_s if conversation.keep_alive_s is None else conversation.keep_alive_s
+                if keep_s is not None and conversation.idle and now - conversation.used_at > keep_s:
                     self.remove(conversation)
 
     def clear(self) -> None:
@@ -484,7 +483,7 @@ class Conversations:
 
     def _make_room(self, tenant: str) -> None:
         mine = self._all.get(tenant, {})
-        if len(mine) >= self._most:
+        if len(mine) >= self.most:
             spare = [one for one in mine.values() if one.idle and not one.named and not one.claims]
             if not spare:
                 raise TooManySessions(

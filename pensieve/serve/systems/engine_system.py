@@ -24,7 +24,7 @@ from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import Held
 from pensieve.serve.record import Listener, Listeners, TurnRecord
 from pensieve.serve.systems.base import Capabilities
-from pensieve.serve.tokenizer import Tokenizer, stop_search
+from pensieve.serve.tokenizer import TextStream, Tokenizer
 from pensieve.specs import HardwareSpec, ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class EngineSystem(ABC):
 
     def _search(self, stops: Sequence[str]) -> Callable[[int], bool]:
         assert self._tokenizer is not None
-        return stop_search(self._tokenizer.decode, stops)
+        return TextStream(self._tokenizer.decode, stops).ends
 
     def watch_content(self) -> None:
         """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;
