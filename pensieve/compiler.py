@@ -89,16 +89,12 @@ def openmp_runtime() -> str | None:
     return next((path for path in sorted(paths) if Path(path).name.startswith(("libgomp", "libiomp5"))), None)
 
 
-def cache_folder() -> Path:
-    return user_cache() / "kernels"
-
-
 def _compiled(command: Sequence[str], source: Path, version: str) -> ctypes.CDLL:
     """Raises OSError and SubprocessError. Processes that compile at the same time each put a whole file in place."""
     parts = (*_texts(source), shlex.join(command), version, platform.machine(), processor())
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
     try:
-        folder = cache_folder()
+        folder = user_cache() / "kernels"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not (folder / name).exists():
             with TemporaryDirectory(dir=folder) as scratch:

@@ -188,15 +188,11 @@ class ModelSpec:
         hidden, heads = need("hidden_size", "n_embd"), need("num_attention_heads", "n_head")
         kv_heads = size("num_key_value_heads") or heads
         head_dim = size("head_dim") or _HEAD_DIM.get(model_type)
-        for value, field_name, parts, of in (
-            (heads, "num_attention_heads", kv_heads, "num_key_value_heads"),
-            (hidden, "hidden_size", heads, "num_attention_heads"),
-        ):
-            if value % parts and not (field_name == "hidden_size" and head_dim):
-                raise UnsupportedModel(
-                    f"model.architecture.{field_name}={value} of model {name} is no multiple of {of}={parts}; change one of "
-                    "the two."
-                )
+        if heads % kv_heads or (hidden % heads and not head_dim):
+            raise UnsupportedModel(
+                f"Sizes of model {name} leave a rest: hidden_size={hidden} over num_attention_heads={heads}, or these over "
+                f"num_key_value_heads={kv_heads}; change one in model.architecture."
+            )
         latent = None
         if model_type in _COMPRESSED:
             latent = Latent(
@@ -356,12 +352,8 @@ class ModelSpec:
     @property
     def attention_flops_per_pair(self) -> int:
         """The score and the weighted value of one query and one position that it attends to, all layers."""
-        return (
-            2
-            * self.attending_layers
-            * self.heads
-            * (self.head_dim + (self.latent.value if self.latent else self.head_dim))
-        )
+        value = self.latent.value if self.latent else self.head_dim
+        return 2 * self.attending_layers * self.heads * (self.head_dim + value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
 from pensieve.serve.server import create_server  # noqa: E402
-from pensieve.serve.server.replies import Feed  # noqa: E402
+from pensieve.serve.server.replies import Reply  # noqa: E402
 from tests.server.live import PATIENCE_S, REAL, Hold, held, serving, until  # noqa: E402
 
 
@@ -151,13 +151,13 @@ def test_a_client_that_goes_away_frees_what_it_held(live, monkeypatch):
     state, client = live
     ended = []
     state.server.observe(lambda _, record: ended.append(record.status))
-    hold, on_event = Hold(events=60), Feed.on_event
+    hold, on_event = Hold(events=60), Reply.on_event
 
     def told(feed, event):
         on_event(feed, event)
         hold(event)
 
-    monkeypatch.setattr(Feed, "on_event", told)
+    monkeypatch.setattr(Reply, "on_event", told)
     stream = chat(client, [{"role": "user", "content": "Long"}], max_tokens=3000, stream=True)
     next(iter(stream))
     assert hold.reached.wait(PATIENCE_S)

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 from pensieve.lab.compose.settings import resolved
-from pensieve.serve.server.api import replicated_server
+from pensieve.serve.server.api import server_of
 from pensieve.serve.server.state import StateFile
 from tests.server.live import serving, until
 from tests.server.test_chat import composed
@@ -93,7 +93,7 @@ def test_kill_9_of_a_replica_under_load(tmp_path):
     config = composed(
         "hardware=cpu", "hardware.threads=1", "model.weights=random", "cache.gpu=4096 tokens", "cache.cpu=4096 tokens"
     )
-    server = replicated_server(resolved(config), 2, "affinity")
+    server = server_of(resolved(config), replicas=2)
     try:
         system = server.system
         first = {}

@@ -24,7 +24,7 @@ from pensieve.serve.server import app, create_server
 from pensieve.serve.server.api import Server, Stream, Turn
 from pensieve.serve.server.app import ServeSettings
 from pensieve.serve.server.conversations import Conversation, Mark
-from pensieve.serve.server.replies import Feed
+from pensieve.serve.server.replies import Reply
 from pensieve.serve.tokenizer import ByteTokenizer
 from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import Side, inline, threaded
@@ -85,7 +85,7 @@ def test_a_turn_that_ended_leaves_no_cycle():
             assert until(lambda: state.server.under_way == 0)
             return Counter(type(one).__name__ for one in gc.get_objects() if issubclass(type(one), kinds))
 
-        kinds = (Turn, TurnRecord, Conversation, Mark, Session, Feed, Stream, Future, Request)
+        kinds = (Turn, TurnRecord, Conversation, Mark, Session, Reply, Stream, Future, Request)
         talk()
         gc.collect()
         gc.disable()

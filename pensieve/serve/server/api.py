@@ -21,7 +21,7 @@ from pensieve.lab.compose.build import build_system, check_free_memory
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.explain import explain_crash
 from pensieve.lab.compose.model_files import build_tokenizer, model_config
-from pensieve.lab.compose.plan import TrialPlan, plan_trial
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check, locate
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Said, message_keys, told_of
@@ -69,53 +69,43 @@ def create_server(
     )
 
 
-def server_of(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:
-    """A warm server from the configuration of a command, or the fields of a trial but `workload`: callers ask.
-
-    keeps_disk: as of build_system.
-    """
-    plan = plan_live(config)
-    check_free_memory(plan)
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
-    return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
-
-
-def replicated_server(
+def server_of(
     config: Mapping[str, Any],
-    replicas: int,
-    router: str,
+    keeps_disk: bool = False,
+    replicas: int = 1,
+    router: str = "affinity",
     environment: Mapping[str, str] | None = None,
 ) -> Server:
-    """A server over several engines: conversations, tenants and HTTP are in this process; the replicas hold engines and KV,
-    and nothing else. environment: as of ReplicaSystem."""
-    from pensieve.plugins.replicas.system import build_replicas
+    """A warm server from the configuration of a command, or the fields of a trial but `workload`: callers ask.
 
-    plan = plan_live(config)
-    if plan.device.simulated:
+    keeps_disk: as of build_system. replicas: several are processes that hold an engine with its KV, and nothing else;
+    router, environment: as of build_replicas. Raises ConfigError for a policy that cannot serve, EngineMissing for an engine
+    of others.
+    """
+    trial = {name: value for name, value in config.items() if name not in ("serve", "chat")}
+    checked = check({**trial, "workload": read_option("workload", "chat")})
+    if checked.baseline.engine is not None:
+        raise EngineMissing(
+            f"baseline={checked.baseline.name} is an outside engine, and only ours answer callers here. Compare with it in "
+            f"trials ({typed('run')} baseline=pensieve,{checked.baseline.name} -m), or choose one of ours, such as "
+            "baseline=prefix_cache."
+        )
+    eviction = f"eviction={checked.eviction.get('name')}"
+    if getattr(locate(str(checked.eviction["_target_"]), eviction), "needs_future", False):
+        raise ConfigError(f"{eviction} needs a workload whose future is known, and live traffic has none; choose lru.")
+    plan = plan_trial(checked)
+    if replicas > 1 and plan.device.simulated:
         raise ConfigError(
             f"serve.replicas={replicas} are processes, and hardware={plan.config.hardware.name} is simulated; use "
             "hardware=local, or simulate them with runners/run.py and hardware.replicas."
         )
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
-    system = build_replicas(plan, replicas, router, environment)
-    return Server(system, tokenizer, plan.config.seed)
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
+    if replicas > 1:
+        from pensieve.plugins.replicas.system import build_replicas
 
-
-def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
-    """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot, EngineMissing for an engine of
-    others."""
-    trial = {name: value for name, value in fields.items() if name not in ("serve", "chat")}
-    config = check({**trial, "workload": read_option("workload", "chat")})
-    if config.baseline.engine is not None:
-        raise EngineMissing(
-            f"baseline={config.baseline.name} is an outside engine, and only ours answer callers here. Compare with it in "
-            f"trials ({typed('run')} baseline=pensieve,{config.baseline.name} -m), or choose one of ours, such as "
-            "baseline=prefix_cache."
-        )
-    eviction = f"eviction={config.eviction.get('name')}"
-    if getattr(locate(str(config.eviction["_target_"]), eviction), "needs_future", False):
-        raise ConfigError(f"{eviction} needs a workload whose future is known, and live traffic has none; choose lru.")
-    return plan_trial(config)
+        return Server(build_replicas(plan, replicas, router, environment), tokenizer, plan.config.seed)
+    check_free_memory(plan)
+    return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
 
 
 class Server:

@@ -33,15 +33,13 @@ from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.compose.model_files import model_identity
 from pensieve.lab.compose.settings import ModelConfig, check_node, resolved
 from pensieve.lab.trial.terminal import say
-from pensieve.serve.server.api import Server, Turn, replicated_server, server_of
+from pensieve.serve.server.api import Server, Turn, server_of
 from pensieve.serve.server.conversations import LONGEST_NAME, Stored, session_name
 from pensieve.serve.server.gate import KEYS, OPERATOR, SESSION_HEADER, Gate, StrictRoute, digest, refused, tenants_of
 from pensieve.serve.server.observers import Meters, Recording
 from pensieve.serve.server.replies import (
     ChatReply,
     CompletionReply,
-    Feed,
-    Reply,
     ResponseReply,
     session_body,
     session_line,
@@ -60,7 +58,6 @@ from pensieve.serve.server.state import StateFile
 log = logging.getLogger(__name__)
 
 SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
-_INLINE_BYTES = 16_384  # of a body whose prompt is made in the event loop
 _SWITCH_S = 0.0005  # how long a thread may hold the interpreter while another, the engine's or a client's, waits
 _KEEP_ALIVE_S = 75
 """How long a connection may be idle. Clients built on httpx, OpenAI's own among them, use one again for up to 5 s; uvicorn's
@@ -205,23 +202,6 @@ def create_app(state: App) -> FastAPI:
     for error in (PensieveError, HTTPException, RequestValidationError):
         app.add_exception_handler(error, refused)
 
-    async def served(
-        request: Request, reply: Reply, turn: Turn, begin: Callable[[], None], streams: bool | None
-    ) -> Response:
-        """What came of the turn that `begin` begins, streamed or whole, in the form of `reply`."""
-        feed = Feed(turn, bool(streams), reply.tells_ids)
-        if len(await request.body()) < _INLINE_BYTES:
-            begin()
-        else:
-            await asyncio.to_thread(begin)
-        feed.drive()
-        name = turn.conversation.id
-        headers = {SESSION_HEADER: name} if name.isascii() and name.isprintable() else {}
-        if streams:
-            return await feed.sent(request, reply, headers)
-        await feed.ended(request)
-        return JSONResponse(reply.whole(feed), headers=headers)
-
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody, x_session_id: Session = None) -> Response:
         most, tools = body.max_completion_tokens or body.max_tokens, tools_of(body.tools)
@@ -229,22 +209,22 @@ def create_app(state: App) -> FastAPI:
         name, whole = body.session_id or x_session_id, None if body.history is None else body.history == "whole"
         messages = [message.plain() for message in body.messages]
         begin = partial(state.warm.conversations.chat, turn, _tenant(request), name, messages, whole)
-        return await served(request, ChatReply(body, state.model), turn, begin, body.stream)
+        return await ChatReply(turn, body, state.model).answer(request, begin)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody, x_session_id: Session = None) -> Response:
         turn = state.turn(body, body.max_tokens, body.stops, ignore_eos=bool(body.ignore_eos))
         name, whole = body.session_id or x_session_id, body.history == "whole"
         begin = partial(state.warm.conversations.complete, turn, _tenant(request), name, body.prompt, whole)
-        return await served(request, CompletionReply(body, state.model), turn, begin, body.stream)
+        return await CompletionReply(turn, body, state.model).answer(request, begin)
 
     @app.post("/v1/responses")
     async def respond(request: Request, body: ResponseBody) -> Response:
         tenant, previous = _tenant(request), body.previous_response_id
         stored = None if previous is None else state.stored(tenant, previous)
         turn = state.turn(body, body.max_output_tokens, state.warm.stops(()), tools_of(body.tools))
-        reply = ResponseReply(body, state.model, tenant, turn)
-        return await served(request, reply, turn, partial(reply.begin, stored), body.stream)
+        reply = ResponseReply(turn, body, state.model)
+        return await reply.answer(request, partial(reply.begin, tenant, stored))
 
     @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeBody) -> Response:
@@ -419,11 +399,8 @@ def _open(state: App, config: Mapping[str, Any], opened: ExitStack) -> Server:
     kept = open_state(settings, config)
     if kept is not None:
         opened.callback(kept.close)
-    if settings.replicas > 1:
-        without_keys = {KEYS: ""}  # the replicas know no clients
-        server = replicated_server(config, settings.replicas, settings.router, without_keys)
-    else:
-        server = server_of(config, keeps_disk=kept is not None)
+    without_keys = {KEYS: ""}  # the replicas know no clients
+    server = server_of(config, kept is not None, settings.replicas, settings.router, without_keys)
     behind = opened.enter_context(ExitStack())
     opened.callback(server.close)
     if settings.record:

@@ -319,7 +319,7 @@ class Conversations:
             begin, ids = array("i"), tokens_of(prompt, server.vocab)
         asked = Said(begin + ids)
         if name is None:
-            self._nearest(turn, tenant, asked, prompt if isinstance(prompt, str) else None)
+            self._nearest(turn, tenant, asked)
             return
         with self.lock:
             conversation = self._named(tenant, name)
@@ -337,17 +337,10 @@ class Conversations:
         leaves = conversation.idle and shared < conversation.claimed
         return self.fork(conversation, shared) if leaves else conversation
 
-    def _nearest(self, turn: Turn, tenant: str, asked: Said, text: str | None = None) -> None:
+    def _nearest(self, turn: Turn, tenant: str, asked: Said) -> None:
         """In the conversation that the prompt goes on from, a fork of the one that shares most with it, or a new one."""
         with self.lock:
             conversation, shared = self.by_tokens(tenant, asked.tokens) or (None, 0)
-            if conversation is not None and text is not None and _LEAST_SHARED <= shared < len(conversation.tokens):
-                # A text may begin with all that was said and still encode to other tokens: then those said are taken.
-                said = turn.server.tokenizer.decode(conversation.tokens)
-                if said and text.startswith(said):
-                    shared = len(conversation.tokens)
-                    rest = array("i", turn.server.tokenizer.encode(text[len(said) :]))
-                    asked = Said(conversation.tokens + rest)
             if conversation is None or not (conversation.idle and shared == len(conversation.tokens)):
                 if conversation is not None and shared >= _LEAST_SHARED:
                     conversation = self.fork(conversation, shared)

@@ -8,12 +8,12 @@ import json
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -22,9 +22,11 @@ from pensieve.errors import PensieveError
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Generation, Server, Stream, Turn
 from pensieve.serve.server.conversations import Conversation, Stored, prompt_details
-from pensieve.serve.server.gate import error_body
+from pensieve.serve.server.gate import SESSION_HEADER, error_body
 from pensieve.serve.server.schemas import ChatBody, CompletionBody, ResponseBody
 from pensieve.serve.tokenizer import Message
+
+_INLINE_BYTES = 16_384  # of a body whose prompt is made in the event loop
 
 
 class ClientLeft(HTTPException):
@@ -34,69 +36,90 @@ class ClientLeft(HTTPException):
         super().__init__(499)  # as nginx logs it
 
 
-class Feed(Stream):
-    """A turn's reply in the event loop, piece by piece (`sent`), or as a whole (`ended`).
+class Reply(Stream):
+    """A turn in the event loop, told in the form of one API: whole, or in events as its pieces come.
 
-    tells_ids: a piece for each token, with its text if that is decided; take_ids gives its ids.
+    tells_ids: a piece for each token, with its text if that is decided.
     """
 
-    def __init__(self, turn: Turn, streams: bool, tells_ids: bool = False) -> None:
+    tells_ids = False
+
+    def __init__(self, turn: Turn, streams: bool | None) -> None:
         super().__init__(turn)
-        self.tells_ids = tells_ids
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # of the tokens that came since the last piece
+        self._streams = bool(streams)
         if not streams:
             turn.on_event = None
 
-    def on_event(self, event: Event | None) -> None:
-        """Queue an event for the loop; called in the engine's thread."""
-        self._loop.call_soon_threadsafe(self._arrived.put_nowait, event)
+    # -- its form -----------------------------------------------------------------------------------------------------
 
-    def drive(self) -> None:
-        """Let time go on for its turn, which has begun, on a simulated machine."""
-        if self.turn.server.system.clock.virtual:
-            self._loop.run_in_executor(None, self.turn.server.drive, self.turn.future)
+    def whole(self) -> dict[str, Any]:
+        """All of it, once the turn has ended."""
+        raise NotImplementedError
 
-    def take_ids(self) -> list[int]:
-        """Return the ids of the tokens that came since the last call."""
-        ids, self._ids = self._ids, []
-        return ids
+    def opening(self) -> Iterable[str]:
+        """Events before the first piece."""
+        return ()
+
+    def piece(self, text: str) -> str:
+        raise NotImplementedError
+
+    def ending(self) -> Iterable[str]:
+        """Events behind the last piece."""
+        raise NotImplementedError
+
+    def failed(self, error: PensieveError) -> str:
+        """After the first byte: the status has been sent."""
+        return _event(error_body(str(error), "server_error"))
+
+    # -- how it is told -----------------------------------------------------------------------------------------------
 
     @property
     def said(self) -> Generation:
         """What became of the turn, which has ended."""
         return self.turn.future.result()
 
-    async def ended(self, request: Request) -> None:
-        """Wait for the end of the turn. Raises what it ended with, or ClientLeft."""
-        async with self._watched(request):
-            await asyncio.shield(asyncio.wrap_future(self.turn.future))
+    def on_event(self, event: Event | None) -> None:
+        """Queue an event for the loop; called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._arrived.put_nowait, event)
 
-    async def sent(self, request: Request, reply: Reply, headers: dict[str, str]) -> StreamingResponse:
-        """Make the response that streams the turn as this reply. Raises what ends it before its first piece: what is refused
-        gets a status that says so."""
+    async def answer(self, request: Request, begin: Callable[[], None]) -> Response:
+        """What came of the turn that `begin` begins. Raises what ends it before the first byte: it gets a status that says
+        so; and ClientLeft."""
+        if len(await request.body()) < _INLINE_BYTES:
+            begin()
+        else:
+            await asyncio.to_thread(begin)
+        if self.turn.server.system.clock.virtual:
+            self._loop.run_in_executor(None, self.turn.server.drive, self.turn.future)
+        name = self.turn.conversation.id
+        headers = {SESSION_HEADER: name} if name.isascii() and name.isprintable() else {}
+        if not self._streams:
+            async with self._watched(request):
+                await asyncio.shield(asyncio.wrap_future(self.turn.future))
+            return JSONResponse(self.whole(), headers=headers)
         pieces = self._pieces(request)
         first = await anext(pieces, "")
+        headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return _EventStream(self._told(first, pieces), media_type="text/event-stream", headers=headers)
 
-        async def events() -> AsyncGenerator[str, None]:
-            try:
-                async with aclosing(pieces):
-                    for event in reply.opening(self):
-                        yield event
-                    if first or self.tells_ids:
-                        yield reply.piece(self, first)
-                    async for text in pieces:
-                        yield reply.piece(self, text)
-                for event in reply.ending(self):
+    async def _told(self, first: str, pieces: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        try:
+            async with aclosing(pieces):
+                for event in self.opening():
                     yield event
-            except PensieveError as error:
-                yield reply.failed(error)
-            except ClientLeft:
-                pass
-
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-        return _EventStream(events(), media_type="text/event-stream", headers=headers)
+                if first or self.tells_ids:
+                    yield self.piece(first)
+                async for text in pieces:
+                    yield self.piece(text)
+            for event in self.ending():
+                yield event
+        except PensieveError as error:
+            yield self.failed(error)
+        except ClientLeft:
+            pass
 
     async def _pieces(self, request: Request) -> AsyncGenerator[str, None]:
         """Its text. Raises what the turn ended with, or ClientLeft."""
@@ -142,57 +165,51 @@ class Feed(Stream):
 
 class _EventStream(StreamingResponse):
     """Starlette's sends from a task beside one that waits for the client to leave, which takes several rounds of the loop
-    before the first byte; here the feed knows when its client leaves."""
+    before the first byte; here the reply knows when its client leaves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.stream_response(send)
 
 
-class CompletionReply:
-    """JSON of a completion, whole and in events: before the first piece of its text, a piece, and behind the last one."""
+class CompletionReply(Reply):
+    """A completion."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-    _end: dict[str, Any] = {"text": ""}  # noqa: RUF012
+    _behind: dict[str, Any] = {"text": ""}  # noqa: RUF012
 
-    def __init__(self, body: ChatBody | CompletionBody, model: str) -> None:
+    def __init__(self, turn: Turn, body: ChatBody | CompletionBody, model: str) -> None:
+        super().__init__(turn, body.stream)
         self._id = f"{self.prefix}-{random.getrandbits(96):024x}"
         self._model, self._created = model, int(time.time())
         self._counts = bool((body.stream_options or {}).get("include_usage"))
         self.tells_ids = isinstance(body, CompletionBody) and bool(body.return_token_ids)
 
-    def whole(self, feed: Feed) -> dict[str, Any]:
-        record = feed.said.turn
-        choice = {"index": 0, **self._said(feed.said.text), "logprobs": None, "finish_reason": _finish_reason(record)}
+    def whole(self) -> dict[str, Any]:
+        record = self.said.turn
+        choice = {"index": 0, **self._said(self.said.text), "logprobs": None, "finish_reason": _finish_reason(record)}
         if self.tells_ids:
             choice["token_ids"] = list(record.token_ids)
-        return {**self._frame(self.kind, feed, [choice]), "usage": _usage(record)}
+        return {**self._frame(self.kind, [choice]), "usage": _usage(record)}
 
-    def opening(self, feed: Feed) -> Iterable[str]:
-        return ()
+    def piece(self, text: str) -> str:
+        return self._chunk(self._delta(text))
 
-    def piece(self, feed: Feed, text: str) -> str:
-        return self._chunk(feed, self._delta(text))
-
-    def ending(self, feed: Feed) -> Iterator[str]:
-        record = feed.said.turn
-        yield self._chunk(feed, self._end, _finish_reason(record))
+    def ending(self) -> Iterator[str]:
+        record = self.said.turn
+        yield self._chunk(self._behind, _finish_reason(record))
         if self._counts:
-            yield _event({**self._frame(self.chunk_kind, feed, []), "usage": _usage(record)})
+            yield _event({**self._frame(self.chunk_kind, []), "usage": _usage(record)})
         yield "data: [DONE]\n\n"
 
-    def failed(self, error: PensieveError) -> str:
-        """After the first byte: the status has been sent."""
-        return _event(error_body(str(error), "server_error"))
-
-    def _frame(self, kind: str, feed: Feed, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         told = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-        return {**told, "session_id": feed.turn.conversation.id, "choices": choices}
+        return {**told, "session_id": self.turn.conversation.id, "choices": choices}
 
-    def _chunk(self, feed: Feed, said: dict[str, Any], finish: str | None = None) -> str:
+    def _chunk(self, said: dict[str, Any], finish: str | None = None) -> str:
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish}
         if self.tells_ids:
-            choice["token_ids"] = feed.take_ids()
-        return _event(self._frame(self.chunk_kind, feed, [choice]))
+            choice["token_ids"], self._ids = self._ids, []
+        return _event(self._frame(self.chunk_kind, [choice]))
 
     def _said(self, text: str) -> dict[str, Any]:
         """The whole text."""
@@ -202,13 +219,13 @@ class CompletionReply:
 
 
 class ChatReply(CompletionReply):
-    """The same of a chat completion."""
+    """A chat completion."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    _end: dict[str, Any] = {"delta": {}}  # noqa: RUF012
+    _behind: dict[str, Any] = {"delta": {}}  # noqa: RUF012
 
-    def opening(self, feed: Feed) -> Iterable[str]:
-        return (self._chunk(feed, {"delta": {"role": "assistant", "content": ""}}),)
+    def opening(self) -> Iterable[str]:
+        return (self._chunk({"delta": {"role": "assistant", "content": ""}}),)
 
     def _said(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None, "annotations": []}}
@@ -225,29 +242,28 @@ _NOT_OURS = {
 """Of every response: fields that its schema asks for and that nothing here decides."""
 
 
-class ResponseReply:
-    """A response, which owns its KV: the turn it makes, the object that clients get, and its events."""
+class ResponseReply(Reply):
+    """A response, which owns its KV."""
 
-    tells_ids = False
-
-    def __init__(self, body: ResponseBody, model: str, tenant: str, turn: Turn) -> None:
+    def __init__(self, turn: Turn, body: ResponseBody, model: str) -> None:
+        super().__init__(turn, body.stream)
         self.id, self._item = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
-        self._body, self._model, self._tenant, self._turn = body, model, tenant, turn
+        self._body, self._model = body, model
         self._created = int(time.time())
         self._numbers = itertools.count()
 
-    def begin(self, previous: Stored | None) -> None:
+    def begin(self, tenant: str, previous: Stored | None) -> None:
         """Begin its turn. Its instructions are those of this response: earlier ones are not carried over."""
         instructions = self._body.instructions
         system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
         said = [] if previous is None else previous.messages[int(previous.instructed) :]
         messages = [*system, *said, *self._body.messages]
-        self._turn.server.conversations.chat(self._turn, self._tenant, None, messages)
+        self.turn.server.conversations.chat(self.turn, tenant, None, messages)
 
-    def whole(self, feed: Feed) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """The finished response, which is stored if it is to be; if not, its conversation is given up."""
-        turn, record = feed.turn, feed.said.turn
-        final = self._object("incomplete" if record.finish_reason == "length" else "completed", feed.said.text, record)
+        turn, record = self.turn, self.said.turn
+        final = self._object("incomplete" if record.finish_reason == "length" else "completed", self.said.text, record)
         conversations = turn.server.conversations
         if self._body.store is not False and turn.messages is not None:
             instructed = self._body.instructions is not None
@@ -256,19 +272,19 @@ class ResponseReply:
             conversations.give_up(turn.conversation)
         return final
 
-    def opening(self, feed: Feed) -> Iterator[str]:
+    def opening(self) -> Iterator[str]:
         yield self._event("response.created", response=self._object("in_progress"))
         yield self._event("response.in_progress", response=self._object("in_progress"))
         yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", ""))
         yield self._text_event("response.content_part.added", part=_part(""))
 
-    def piece(self, feed: Feed, text: str) -> str:
+    def piece(self, text: str) -> str:
         return self._text_event("response.output_text.delta", delta=text, logprobs=[])
 
-    def ending(self, feed: Feed) -> Iterator[str]:
-        final = self.whole(feed)
-        yield self._text_event("response.output_text.done", text=feed.said.text, logprobs=[])
-        yield self._text_event("response.content_part.done", part=_part(feed.said.text))
+    def ending(self) -> Iterator[str]:
+        final = self.whole()
+        yield self._text_event("response.output_text.done", text=self.said.text, logprobs=[])
+        yield self._text_event("response.content_part.done", part=_part(self.said.text))
         yield self._event("response.output_item.done", output_index=0, item=final["output"][0])
         yield self._event(f"response.{final['status']}", response=final)
 
@@ -278,7 +294,7 @@ class ResponseReply:
 
     def _object(self, status: str, text: str = "", record: TurnRecord | None = None) -> dict[str, Any]:
         """The response as JSON. record: of the turn that has ended."""
-        body, turn = self._body, self._turn
+        body, turn = self._body, self.turn
         nothing_said = {"description": None, "parameters": None, "strict": None}
         return {
             **_NOT_OURS,
@@ -323,9 +339,6 @@ class ResponseReply:
 
     def _text_event(self, kind: str, **fields: Any) -> str:
         return self._event(kind, item_id=self._item, output_index=0, content_index=0, **fields)
-
-
-Reply = CompletionReply | ResponseReply
 
 
 def _event(body: dict[str, Any]) -> str:
