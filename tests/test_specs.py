@@ -19,22 +19,12 @@ SIZES = {
 }  # fmt: skip
 OTHER_NAMES = {
     "gpt2": {"n_embd": 512, "n_layer": 3, "n_head": 8, "vocab_size": 1000, "n_positions": 512},
-    "opt": {
-        **SIZES,
-        "ffn_dim": 1400,
-        "num_key_value_heads": None,
-        "intermediate_size": None,
-        "word_embed_proj_dim": 512,
-    },
+    "opt": {**SIZES, "ffn_dim": 1400, "num_key_value_heads": None, "intermediate_size": None, "word_embed_proj_dim": 512},
     "gpt_neox": {**SIZES, "num_key_value_heads": None},
-}
+}  # fmt: skip
 _LATENT = {
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 48,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 48,
-    "num_key_value_heads": 8,
-}
+    "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 48, "num_key_value_heads": 8,
+}  # fmt: skip
 _ROUTED = {
     "deepseek_v2": {**_LATENT, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
     "deepseek_v3": {
@@ -61,11 +51,9 @@ OTHER_NAMES |= {
 for _name in ("gpt_oss", "minimax_m2", "mixtral", "olmoe"):
     del OTHER_NAMES[_name]["moe_intermediate_size"]
 ROOFLINE = (
-    "hardware.terms.projections=roofline",
-    "hardware.terms.attention=roofline",
-    "hardware.compute_efficiency=0.7",
+    "hardware.terms.projections=roofline", "hardware.terms.attention=roofline", "hardware.compute_efficiency=0.7",
     "hardware.memory_efficiency=0.8",
-)
+)  # fmt: skip
 MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 

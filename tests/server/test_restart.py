@@ -50,33 +50,24 @@ def after_a_kill(file):
 def known(app):
     """All that a server knows of its conversations, but for what ends with it."""
     assert app.server is not None
-    return {
-        (one.tenant, one.id): (
-            one.named,
-            one.created_at,
-            one.used_at,
-            one.keep_alive_s,
-            one.parent,
-            one.asked,
-            one.tokens,
-            one.messages,
-            one.claims,
-            one.marks,
-        )
-        for one in app.server.conversations
-    }
+    names = (
+        "named",
+        "created_at",
+        "used_at",
+        "keep_alive_s",
+        "parent",
+        "asked",
+        "tokens",
+        "messages",
+        "claims",
+        "marks",
+    )
+    return {(one.tenant, one.id): [getattr(one, name) for name in names] for one in app.server.conversations}
 
 
 def respond(client, text, previous=None, headers=ALICE, **fields):
-    body = {
-        "input": text,
-        "max_output_tokens": 4,
-        "temperature": 0,
-        "seed": 7,
-        "previous_response_id": previous,
-        **fields,
-    }
-    reply = client.post("/v1/responses", json=body, headers=headers)
+    body = {"input": text, "max_output_tokens": 4, "temperature": 0, "seed": 7, "previous_response_id": previous}
+    reply = client.post("/v1/responses", json={**body, **fields}, headers=headers)
     return reply.json() if reply.status_code == 200 else reply.status_code
 
 
@@ -298,18 +289,11 @@ def test_kill_9_in_mid_stream_and_a_new_process(tmp_path):
 def process(outputs, port):
     """A server of its own, killed at the end."""
     keys = ",".join(f"{tenant}:{key}" for key, tenant in KEYS.items())
-    arguments = [
-        "cache.gpu=384 tokens",
-        "cache.cpu=64 tokens",
-        "cache.disk=8192 tokens",
-        "hardware=cpu",
-        "model.weights=random",
-        "hardware.threads=1",
-        f"serve.port={port}",
-    ]
+    tiers = ("cache.gpu=384 tokens", "cache.cpu=64 tokens", "cache.disk=8192 tokens")
+    arguments = ("hardware=cpu", "model.weights=random", "hardware.threads=1", f"serve.port={port}")
     with (outputs / "said.txt").open("w+") as said:
         running = typed_process(
-            "runners/serve.py", *arguments, outputs=outputs, to=(said, said), PENSIEVE_API_KEYS=keys
+            "runners/serve.py", *tiers, *arguments, outputs=outputs, to=(said, said), PENSIEVE_API_KEYS=keys
         )
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
