@@ -1,7 +1,10 @@
 """What holds of every workload: what it says of itself is what it sends, under the seed alone."""
 
+from array import array
 from collections import Counter
+from dataclasses import replace
 from hashlib import sha256
+from itertools import pairwise
 
 import pytest
 
@@ -9,6 +12,10 @@ from pensieve.errors import ConfigError
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.settings import factory
 from pensieve.lab.trial.inspection import inspect
+from pensieve.lab.workload.base import between, exponential, part_of, shuffled, uniform
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.lab.workload.exact import RoundsWorkload, prose
+from pensieve.lab.workload.fit import filler
 from pensieve.serve.record import is_measured
 from tests.scripted import context
 from tests.workload.dry import MAKERS, drive, measured
@@ -112,3 +119,84 @@ def test_a_field_out_of_range_is_refused_by_name(name, field):
         node["min_turns"] = 5
     with pytest.raises(ConfigError, match=rf"workload\.{key}="):
         factory("workload", node)(context())
+
+
+# -- of one workload alone -----------------------------------------------------------------------------------------------
+
+
+def test_the_live_set_is_the_multiple_that_was_asked_of_both_tiers():
+    at = replace(context(gpu_tokens=1000), cpu_tokens=3000)
+    for pressure in (0.5, 1.8, 3.7):
+        workload = RoundsWorkload(at, pressure=pressure, rounds=5, message_tokens=40, reply_tokens=10)
+        plan, arrivals = workload.describe(), drive(workload)
+        each = 5 * 50 - 1
+        assert pressure * 4000 <= plan.working_set_tokens < pressure * 4000 + each
+        said = sum(len(a.due().prompt) + a.request.output.tokens for a in arrivals if a.request.phase != "warmup")
+        assert plan.working_set_tokens == said - plan.sessions
+        assert len(arrivals) == plan.turns
+        assert sum(a.request.phase == "warmup" for a in arrivals) == plan.warmup_turns == 2
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 7])
+def test_so_many_are_under_way_and_each_conversation_once(at_once):
+    workload = RoundsWorkload(context(), conversations=4, rounds=3, order="random", at_once=at_once)
+    arrivals = [a for a in drive(workload) if a.request.phase != "warmup"]
+    times = [a.at_s for a in arrivals]
+    assert max(times.count(at) for at in times) == min(at_once, 4)
+    for name in {a.request.session for a in arrivals}:
+        turns = [(a.at_s, a.request.turn) for a in arrivals if a.request.session == name]
+        assert [turn for _, turn in turns] == [1, 2, 3]
+        assert all(b - a >= 1.0 for (a, _), (b, _) in pairwise(turns))
+
+
+def test_the_next_turn_waits_for_the_reply_and_a_think_time_that_the_system_cannot_change():
+    def gaps(service_s):
+        arrivals = measured(drive(ChatWorkload(context(), think_time_s=0.4), service_s))
+        at = {(arrival.request.session, arrival.request.turn): arrival.at_s for arrival in arrivals}
+        return {key: at[key] - (at[key[0], key[1] - 1] + service_s) for key in at if key[1] > 1}
+
+    fast, slow = gaps(0.1), gaps(5.0)
+    assert fast.keys() == slow.keys()
+    assert all(abs(fast[key] - slow[key]) < 1e-9 and fast[key] > 0 for key in fast)
+    assert 0.3 < sum(fast.values()) / len(fast) < 0.55
+
+
+def test_a_conversation_ends_before_it_outgrows_the_context():
+    workload = ChatWorkload(context(max_context=600))
+    plan, held = workload.describe(), {}
+    for arrival in drive(workload):
+        request = arrival.request
+        held[request.session] = held.get(request.session, 0) + len(arrival.due().prompt) + request.output.max_new_tokens
+    assert max(held.values()) <= 600
+    assert plan.facts["conversations_cut_by_context"] == plan.sessions
+    assert plan.turns < 8 * plan.sessions
+
+
+# -- what is drawn by name alone ----------------------------------------------------------------------------------------
+
+
+def test_draws_are_what_they_were_when_trials_were_recorded():
+    """A function of the seed and the names: in every process, whatever was drawn before."""
+    assert uniform(3, "think", "bread", 2) == 0.18102052427542858
+    assert exponential(2.0, 0, "x") == pytest.approx(2.186199531632759, rel=1e-12) and exponential(0.0, 0, "x") == 0.0
+    assert (between(2, 40, 0, "x"), shuffled(6, 0, "x")) == (27, [4, 2, 1, 5, 0, 3])
+    assert [part_of(f"mooncake-{number}", 2) for number in range(3)] == [1, 2, 1]
+    assert bytes(list(prose(context(3), 40, "a", 1))) == b"overnight lucena lies empty brightest bu"
+    assert list(filler(6, 32_000, 0, "a")) == [12447, 8872, 16372, 12906, 16232, 4308]
+    assert list(filler(6, 97, 0, "a")) == [31, 48, 40, 34, 52, 63], "a byte each"
+
+
+def test_prose_has_exactly_the_length_and_may_begin_unlike_another():
+    assert [len(prose(context(), tokens, "a")) for tokens in (1, 7, 512)] == [1, 7, 512]
+    first = prose(context(), 8, "first")
+    assert all(prose(context(), 8, "other", n, unlike=first)[0] != first[0] for n in range(200))
+    assert any(prose(context(), 8, "other", n)[0] == first[0] for n in range(200))
+
+
+@pytest.mark.parametrize("vocab", [2, 97, 256, 259, 32_000, 65_536, 128_256])
+def test_ids_lie_in_the_vocabulary_and_fewer_are_the_beginning_of_more(vocab):
+    tokens = filler(20_000, vocab, 0, "a")
+    assert isinstance(tokens, array) and tokens.typecode == "i" and len(tokens) == 20_000
+    assert min(tokens) >= 0 and max(tokens) < vocab
+    assert len(set(tokens)) > min(vocab, 10_000) // 4
+    assert filler(50, vocab, 0, "a") == tokens[:50] and filler(0, vocab, "a") == array("i")

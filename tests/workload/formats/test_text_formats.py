@@ -42,15 +42,15 @@ READ = {
         shared("a", "gpt: b", "gpt: b2", "c", "gpt: d", name="breaks"),
         shared("a", name="no answer"),
         shared(name="empty"),
-    ]], {"whole": [("a", "b"), ("c", "d")], "from the middle": [("a", "b")], "other names": [("a", "b")],
-         "breaks": [("a", "b")]}, {"conversations_without_a_pair": 2}),
+    ]], {"whole": [("a", "b"), ("c", "d")], "from the middle": [("a", "b")], "other names": [("be nice\na", "b")],
+         "breaks": [("a", "b"), ("c", "d")]}, {"conversations_without_a_reply": 2}),
     "names stay apart": ("sharegpt", [[shared("a", "gpt: b"), shared("a", "gpt: b"), shared("a", "gpt: b", name="")]],
                          {name: [("a", "b")] for name in ("c", "c.1", "conversation.2")},
-                         {"conversations_without_a_pair": 0}),
+                         {"conversations_without_a_reply": 0}),
     "ultrachat, lines": ("sharegpt", [
         {"id": "0", "data": ["a", "b", "c", "d"]},
         {"prompt_id": "1", **messages(("user", "a"), ("assistant", "b"))},
-    ], {"0": [("a", "b"), ("c", "d")], "1": [("a", "b")]}, {"conversations_without_a_pair": 0}),
+    ], {"0": [("a", "b"), ("c", "d")], "1": [("a", "b")]}, {"conversations_without_a_reply": 0}),
     "openai": ("openai_jsonl", [
         messages(("system", "be kind"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d"), ("assistant", "e")),
         messages(("user", "a"), ("assistant", None, CALLS), ("tool", "found"), ("assistant", "b"), ("user", "unanswered")),
@@ -89,7 +89,7 @@ def test_what_is_read(tmp_path, format, entries, found, facts):
     ("format", "entry", "reason"),
     [
         ("sharegpt", {"id": 1}, "none of conversations, messages and data"),
-        ("sharegpt", {"conversations": [{"from": "human"}]}, "conversations.0.value: Field required"),
+        ("sharegpt", {"conversations": [{"value": "a"}]}, "conversations.0.from: Field required"),
         ("openai_jsonl", {"messages": 1}, "messages: "),
         ("openai_jsonl", {"messages": [{"role": "user", "content": None}]}, "a message has no content"),
         ("mt_bench_101", {"history": [{"user": "a"}]}, "history.0.bot: Field required"),

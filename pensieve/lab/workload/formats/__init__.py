@@ -15,7 +15,7 @@ from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
 _KNOWN: dict[str, tuple[Callable[[Reader], Recording], Collection[str]]] = {
-    "openai_jsonl": (text.openai, text.OpenAI.needs()),
+    "openai_jsonl": (text.messages, {"messages"}),
     "agent_jsonl": (text.agents, text.AgentCall.needs()),
     "weka": (coding_agents.weka, coding_agents.Weka.needs()),
     "tracelab": (coding_agents.tracelab, coding_agents.TraceLab.needs()),
@@ -25,7 +25,7 @@ _KNOWN: dict[str, tuple[Callable[[Reader], Recording], Collection[str]]] = {
     "azure": (timed.azure, timed.Azure.needs()),
     "mt_bench_101": (text.mt_bench_101, text.MTBench101.needs()),
     **{name: (partial(traffic.read_served, name), fields) for name, (_, fields) in served.SERVED.items()},
-    "sharegpt": (text.sharegpt, ()),
+    "sharegpt": (text.messages, ()),
     "traffic": (traffic.read, ()),
 }
 """How each is read, and what the first entry of its files has, where that tells it; the first match counts."""

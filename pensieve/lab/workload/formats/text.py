@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, takewhile
 from typing import Any
 
 from pydantic import AliasChoices, Field
@@ -14,7 +13,6 @@ from pensieve.lab.workload.formats.reading import Entry, Reader, Said
 from pensieve.lab.workload.playback import Begun
 from pensieve.lab.workload.recording import Call, Conversation, Recording, Text
 
-USERS = ("human", "user")
 MODELS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
 
 
@@ -35,69 +33,22 @@ def _recording(
     return Recording(tuple(conversations.values()), rule, {empty: left_out} if empty else {})
 
 
-class _Named(Entry):
-    name: str = Field("", validation_alias=AliasChoices("id", "prompt_id"))
+# Messages: OpenAI's {role, content}, ShareGPT's {from, value}, or UltraChat's `data`, a list of texts that take turns.
 
-
-# ShareGPT and UltraChat: messages of {from, value} or {role, content}, or `data`, a list of texts that take turns.
-
-SHAREGPT_RULE = (
-    "A turn is a person's message and the model's answer right after it. What comes before the first such pair, or after "
-    "the first break of the alternation, is left out. So are conversations without a pair."
+MESSAGES_RULE = (
+    "An entry is a conversation. A turn is a reply of the model and all messages since the reply before it: system, user and "
+    "tool messages are its new text. Messages without a reply are left out, and so are replies that follow another one."
 )
 
 
 class _Message(Entry):
     role: str = Field(validation_alias=AliasChoices("from", "role"))
-    text: str = Field(validation_alias=AliasChoices("value", "content"))
-
-
-class ShareGPT(_Named):
-    messages: list[_Message] | None = Field(None, validation_alias=AliasChoices("conversations", "messages"))
-    data: list[str] | None = None
-
-    def said(self) -> list[_Message]:
-        """Raises ValueError."""
-        if self.messages is not None:
-            return self.messages
-        if self.data is None:
-            raise ValueError("it has none of conversations, messages and data")
-        roles = (USERS[0], MODELS[0])
-        return [_Message(role=roles[place % 2], text=text) for place, text in enumerate(self.data)]
-
-
-def sharegpt(reader: Reader) -> Recording:
-    def answered(pair: tuple[_Message, _Message]) -> bool:
-        message, answer = pair
-        asked = message.role.lower() in USERS and answer.role.lower() in MODELS
-        return asked and bool(message.text.strip() and answer.text.strip())
-
-    def parse(row: Any) -> tuple[str, list[Call]]:
-        talk = ShareGPT.model_validate(row)
-        pairs = list(pairwise(talk.said()))
-        first = next((place for place, pair in enumerate(pairs) if answered(pair)), len(pairs))
-        turns = takewhile(answered, pairs[first::2])
-        return talk.name, [Call(Text(message.text), Text(answer.text)) for message, answer in turns]
-
-    return _recording(reader.entries(parse), SHAREGPT_RULE, "conversations_without_a_pair")
-
-
-# OpenAI's messages, a conversation a line.
-
-OPENAI_RULE = (
-    "A line is a conversation. A turn is a reply of the assistant and all messages since the reply before it: system, "
-    "user and tool messages are its new text. Messages without a reply are left out."
-)
-
-
-class _Spoken(Entry):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, Any]] | None = Field(None, validation_alias=AliasChoices("value", "content"))
     tool_calls: list[Any] | None = None
 
     @property
     def said(self) -> str:
-        """Its content, a text or parts of which those of text count, and the tools it calls."""
+        """Its content, a text or parts of which those of text count, and the tools it calls. Raises ValueError."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
@@ -106,14 +57,25 @@ class _Spoken(Entry):
         return "\n".join(filter(None, (content, json.dumps(self.tool_calls) if self.tool_calls else "")))
 
 
-class OpenAI(_Named):
-    messages: list[_Spoken]
+class Messages(Entry):
+    name: str = Field("", validation_alias=AliasChoices("id", "prompt_id"))
+    messages: list[_Message] | None = Field(None, validation_alias=AliasChoices("conversations", "messages"))
+    data: list[str] | None = None
+
+    def turns(self) -> Iterable[_Message]:
+        """Raises ValueError."""
+        if self.messages is None and self.data is None:
+            raise ValueError("it has none of conversations, messages and data")
+        taking = (
+            _Message(role=("user", "assistant")[place % 2], content=one) for place, one in enumerate(self.data or ())
+        )
+        return taking if self.messages is None else self.messages
 
 
-def openai(reader: Reader) -> Recording:
+def messages(reader: Reader) -> Recording:
     def parse(row: Any) -> tuple[str, list[Call]]:
-        talk, calls, asked = OpenAI.model_validate(row), [], list[str]()
-        for message in talk.messages:
+        talk, calls, asked = Messages.model_validate(row), [], list[str]()
+        for message in talk.turns():
             if message.role.lower() not in MODELS:
                 asked.append(message.said)
             elif asked:
@@ -121,7 +83,7 @@ def openai(reader: Reader) -> Recording:
                 asked = []
         return talk.name, calls
 
-    return _recording(reader.entries(parse), OPENAI_RULE, "conversations_without_a_reply")
+    return _recording(reader.entries(parse), MESSAGES_RULE, "conversations_without_a_reply")
 
 
 class _Turn(Entry):
