@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from hydra import compose, initialize_config_dir
 
 from pensieve.lab.commands.advise.advice import Served, Settings, on_recorded, recorded
-from pensieve.lab.commands.advise.causes import read_causes
+from pensieve.lab.commands.advise.causes import Reading
 from pensieve.lab.commands.advise.replays import Source, Task, replayed
 from pensieve.lab.compose.conf import conf_folder, read_option
 from pensieve.lab.traffic.table import BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt, write
@@ -127,7 +127,7 @@ def check(load: Load, path: Path, *more: str, real: Sequence[Hits] | None = None
     if load.order not in OWN:
         config["baseline"]["cache"]["order"] = "eviction"
     base = replayed(Task(config, source.conversations))
-    sent, turns = read_causes(source.facts, source.rows, source.named).sent, base.turns
+    sent, turns = Reading(source.facts, source.rows, source.named).sent, base.turns
     hits = [one.found for one in sent] if real is None else [sum(one) for one in real]
     keys = [(one.session, one.turn) for one in sent]
     found = [(own, int(turns.found[key]), int(turns.prompt[key])) for key, own in zip(keys, hits, strict=True)]

@@ -12,7 +12,7 @@ from pensieve import cli
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.commands.advise import advice as module
 from pensieve.lab.commands.advise.advice import Outcome, advise
-from pensieve.lab.commands.advise.causes import read_causes
+from pensieve.lab.commands.advise.causes import Reading
 from pensieve.lab.commands.advise.page import page_of, render
 from pensieve.lab.commands.advise.replays import moved, open_source, replayed
 from pensieve.lab.compose.conf import conf_folder
@@ -150,8 +150,8 @@ def test_tenants_find_nothing_of_each_other(tmp_path):
     same = [Exchange(place, 10.0 * place, status="completed", tenant=name, prompt_tokens=70, blocks=[1, 2, 3])
             for place, name in enumerate("xyx")]  # fmt: skip
     source = open_source(written(tmp_path, same), None)
-    reading = read_causes(source.facts, source.rows)
-    assert [one.ever for one in reading.sent] == [0, 0, 48] and reading.tenants == 2
+    reading = Reading(source.facts, source.rows)
+    assert [one.ever for one in reading.sent] == [0, 0, 48] and len(reading.tenants) == 2
     assert len({tuple(call.content.hashes) for one in source.conversations for call in one.calls}) == 2
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.lab.commands.advise.causes import parts, read_causes, split
+from pensieve.lab.commands.advise.causes import Reading, parts, split
 from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.serve.books.books import PositionPrices
 
@@ -32,7 +32,7 @@ def asked(blocks, session="a", at_s=0.0, rest=1, **more):
 
 def lines_of(rows, capacity=10**6, found=None):
     """Tokens by cause (None: unknown), and what was read."""
-    reading = read_causes(FACTS, [(one, f"{one.tenant}/{one.session}") for one in rows])
+    reading = Reading(FACTS, [(one, f"{one.tenant}/{one.session}") for one in rows])
     own = [one.found or 0 for one in reading.sent] if found is None else found
     told = split(reading, own, capacity, PRICES)
     known = [one for one in told.causes.values() if one is not None]
@@ -138,7 +138,7 @@ def test_what_the_recording_lacks_is_counted_and_nothing_is_dropped_in_silence()
     lacking = ({"end_s": None}, {"first_token_s": None, "end_s": None}, {"cached_tokens": None})
     rows = [*(asked([1], **fields) for fields in lacking), asked([1])]
     rows[3].prompt_tokens = None
-    reading = read_causes(FACTS, [(one, "a") for one in rows])
+    reading = Reading(FACTS, [(one, "a") for one in rows])
     told = {what.partition(",")[0]: number for what, number in reading.unknown.items() if number}
     assert len(reading.sent) == 3
     lacks = {"an end": 2, "a first token": 1, "what the engine found": 1, "hashes of the reply": 3, "a time": 1}
@@ -147,7 +147,7 @@ def test_what_the_recording_lacks_is_counted_and_nothing_is_dropped_in_silence()
 
 def test_a_request_of_which_nobody_knows_what_was_found_does_not_count():
     rows = [asked([1, 2]), asked([1, 2, 3], at_s=10.0), asked([1, 9], "b", 20.0)]
-    reading = read_causes(FACTS, [(one, f"{one.tenant}/{one.session}") for one in rows])
+    reading = Reading(FACTS, [(one, f"{one.tenant}/{one.session}") for one in rows])
     every, without = (split(reading, found, 10**6, PRICES) for found in ([0, 8, 4], [0, 8, None]))
     left = reading.sent[2]
     assert every.prompt_tokens - without.prompt_tokens == left.prompt

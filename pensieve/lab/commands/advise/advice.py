@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import ConfigError
-from pensieve.lab.commands.advise.causes import Reading, Split, read_causes, split
+from pensieve.lab.commands.advise.causes import Reading, Split, split
 from pensieve.lab.commands.advise.machine import machine_of, timed
 from pensieve.lab.commands.advise.replays import (
     Replayed,
@@ -138,7 +138,7 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
     """Raises ConfigError and MalformedInput for what cannot be advised on."""
     source, served, settings = recorded(cfg)
     plan = plan_trial(check(served.changed(1.0)))
-    reading = read_causes(source.facts, source.rows, source.named)
+    reading = Reading(source.facts, source.rows, source.named)
     limit = plan.model.max_context
     longer = sum(one.prompt + one.reply > limit for one in reading.sent)
     if longer > len(reading.sent) // 100:  # some few are left out, and counted
@@ -152,7 +152,7 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
     part = reading
     if len(chosen) < len(source.conversations):
         own = source.only(chosen)
-        part = read_causes(own.facts, own.rows, own.named)
+        part = Reading(own.facts, own.rows, own.named)
     share = 1.0 if part is reading else part.unique_tokens / reading.unique_tokens
     if settings.machine == "recorded":
         file = Path(settings.to or source.path).expanduser().with_suffix(".machine.json")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -37,31 +37,6 @@ CAUSES: dict[Cause, str] = {
 Ids = NDArray[np.int64]
 Times = NDArray[np.float64]
 ROOT = -1
-
-
-class Nodes:
-    """A prefix tree of blocks: a number for each, in the order in which they were first sent."""
-
-    def __init__(self) -> None:
-        self._children: dict[tuple[int, int], int] = {}
-        self.last_user = np.full(1024, -1, dtype=np.int64)
-        self.written_s: dict[str, Times] = {}  # by replica: when its KV was there, inf: never
-
-    def walk(self, root: int, hashes: Iterable[int]) -> Ids:
-        """The nodes of a chain that goes on from `root`."""
-        children, found, at = self._children, [], root
-        for one in hashes:
-            at = children.setdefault((at, one), len(children))
-            found.append(at)
-        if (more := 2 * len(children) - len(self.last_user)) > len(children):
-            self.last_user = np.pad(self.last_user, (0, more), constant_values=-1)
-        return np.array(found, dtype=np.int64)
-
-    def written(self, replica: str) -> Times:
-        known = self.written_s.get(replica, np.empty(0))
-        if (more := len(self.last_user) - len(known)) > 0:
-            known = self.written_s[replica] = np.pad(known, (0, more), constant_values=np.inf)
-        return known
 
 
 @dataclass(slots=True)
@@ -92,21 +67,30 @@ class Sent:
     uses: Sequence[tuple[int, int, int]] = ()
 
 
-@dataclass(slots=True)
 class Reading:
-    """All requests, in order of arrival, and what is known of them. unique_tokens: of all different blocks. edges: how many
-    conversations differ first at that position from what they had sent. shortened: requests that came back with less than
-    their conversation's prompt and reply."""
+    """Where each prompt could have been found. exchanges: in order of arrival, each with the name of its conversation. named:
+    the source says which requests are one; if not, an edited prompt looks like another conversation.
 
-    facts: Facts
-    sent: list[Sent] = field(default_factory=list)
-    unique_tokens: int = 0
-    unknown: Counter[str] = field(default_factory=Counter)
-    edges: Counter[int] = field(default_factory=Counter)
-    shortened: int = 0
-    tenants: int = 0
-    replicas: int = 0
-    named: bool = True
+    sent: in order of arrival. unique_tokens: of all different blocks. unknown: how many requests lack what; those without a
+    time, a length or hashes are left out. edges: how many conversations differ first at that position from what they had
+    sent. shortened: requests that came back with less than their conversation's prompt and reply.
+    """
+
+    def __init__(self, facts: Facts, exchanges: Iterable[tuple[Exchange, str]], named: bool = True) -> None:
+        self.facts, self.named = facts, named
+        self.sent: list[Sent] = []
+        self.unique_tokens = self.shortened = 0
+        self.unknown, self.edges = Counter[str](), Counter[int]()
+        self.tenants: set[str | None] = set()
+        self._edited: set[str] = set()
+        self._latest: dict[str, tuple[Ids, Ids, Ids, Sent]] = {}  # hashes of full blocks, nodes, ends, the request
+        # Of blocks, which are nodes of a prefix tree, numbered in the order in which they were first sent:
+        self._children: dict[tuple[int, int], int] = {}
+        self._last_user = np.full(1024, -1, dtype=np.int64)
+        self._written_s: dict[str, Times] = {}  # by replica: when its KV was there, inf: never
+        for one, name in exchanges:
+            self._add(one, name)
+        self.replicas = len(self._written_s.keys() - {""})
 
     @property
     def sessions(self) -> int:
@@ -117,39 +101,43 @@ class Reading:
         """Conversations of several requests."""
         return len({one.session for one in self.sent if one.pause_s is not None})
 
+    def _walk(self, root: int, hashes: Iterable[int]) -> Ids:
+        """The nodes of a chain that goes on from `root`."""
+        children, found, at = self._children, [], root
+        for one in hashes:
+            at = children.setdefault((at, one), len(children))
+            found.append(at)
+        if (more := 2 * len(children) - len(self._last_user)) > len(children):
+            self._last_user = np.pad(self._last_user, (0, more), constant_values=-1)
+        return np.array(found, dtype=np.int64)
 
-class _Reader:
-    def __init__(self, facts: Facts, named: bool) -> None:
-        self.reading, self.nodes = Reading(facts, named=named), Nodes()
-        self.replicas: set[str] = set()
-        self.tenants: set[str | None] = set()
-        self._edited: set[str] = set()
-        self.latest: dict[str, tuple[Ids, Ids, Ids, Sent]] = {}  # hashes of full blocks, nodes, ends, the request
+    def _written(self, replica: str) -> Times:
+        known = self._written_s.get(replica, np.empty(0))
+        if (more := len(self._last_user) - len(known)) > 0:
+            known = self._written_s[replica] = np.pad(known, (0, more), constant_values=np.inf)
+        return known
 
-    def add(self, one: Exchange, name: str) -> None:
-        reading, nodes = self.reading, self.nodes
-        unknown = reading.unknown
-        prompt = prompt_tokens(one, reading.facts)
+    def _add(self, one: Exchange, name: str) -> None:
+        unknown, prompt = self.unknown, prompt_tokens(one, self.facts)
         if one.arrival_s is None or one.blocks is None or not prompt:
             unknown["a time, a length or hashes, and are left out"] += 1
             return
         unknown["an end"] += one.end_s is None
         unknown["a first token"] += one.first_token_s is None
         unknown["what the engine found"] += one.cached_tokens is None
-        replica, place, at_s = one.replica or "", len(reading.sent), one.arrival_s
-        self.replicas.add(replica)
+        replica, place, at_s = one.replica or "", len(self.sent), one.arrival_s
         self.tenants.add(one.tenant)
         hashes = np.array(one.blocks, dtype=np.int64)
-        (path, same), ends = self._path(hashes, name), ends_of(one, reading.facts)
+        (path, same), ends = self._path(hashes, name), ends_of(one, self.facts)
         full = int(np.searchsorted(ends, prompt, side="right"))
         usable = int(np.searchsorted(ends, prompt - 1, side="right"))  # every engine computes the last token
         first_s = at_s if one.first_token_s is None else max(at_s, one.first_token_s)
         end_s = first_s if one.end_s is None else max(first_s, one.end_s)
         found = None if one.cached_tokens is None else min(max(one.cached_tokens, 0), prompt - 1)
-        turn = 1 + self.latest[name][3].turn if name in self.latest else 1
+        turn = 1 + self._latest[name][3].turn if name in self._latest else 1
         sent = Sent(name, turn, at_s, end_s, prompt, one.output_tokens or 0, found)
-        written, users = nodes.written(replica), nodes.last_user[path]
-        reading.unique_tokens += int(np.diff(ends, prepend=0)[users < 0].sum())
+        written, users = self._written(replica), self._last_user[path]
+        self.unique_tokens += int(np.diff(ends, prepend=0)[users < 0].sum())
         known = path[:usable]
         ever = int((users[:usable] >= 0).sum())
         counts = int((written[known] <= at_s).sum()), int((written[known] < np.inf).sum()), ever
@@ -157,65 +145,52 @@ class _Reader:
         cuts = [0, *(np.flatnonzero(np.diff(users[:ever])) + 1).tolist(), ever] if ever else []
         sent.uses = [(int(users[i]), int(ends[i - 1]) if i else 0, int(ends[j - 1])) for i, j in pairwise(cuts)]
         own, own_ends, hashes = path[:full], ends[:full], hashes[:full]
-        if name in self.latest:
-            self._compare(sent, same, min(len(self.latest[name][1]), full), *self.latest[name][2:])
+        if name in self._latest:
+            self._compare(sent, same, min(len(self._latest[name][1]), full), *self._latest[name][2:])
         self._write(path, replica, first_s, place)
         if one.output_blocks:
-            out = nodes.walk(int(own[-1]) if full else ROOT, one.output_blocks)
-            size = reading.facts.block_tokens or 0.0
-            reading.unique_tokens += int(size * (nodes.last_user[out] < 0).sum())
+            out = self._walk(int(own[-1]) if full else ROOT, one.output_blocks)
+            size = self.facts.block_tokens or 0.0
+            self.unique_tokens += int(size * (self._last_user[out] < 0).sum())
             self._write(out, replica, end_s, place)
             own, hashes = np.append(own, out), np.append(hashes, np.array(one.output_blocks, dtype=np.int64))
             own_ends = np.append(own_ends, (size * np.arange(full + 1, len(own) + 1)).astype(np.int64))
         elif one.output_tokens:
             unknown["hashes of the reply"] += 1
-        self.latest[name] = (hashes, own, own_ends, sent)
-        reading.sent.append(sent)
+        self._latest[name] = (hashes, own, own_ends, sent)
+        self.sent.append(sent)
 
     def _path(self, hashes: Ids, name: str) -> tuple[Ids, int]:
         """Its nodes, and how many of them its conversation had sent before: these need not be walked."""
-        if name not in self.latest:
-            return self.nodes.walk(ROOT, hashes.tolist()), 0
-        old, known, _, _ = self.latest[name]
+        if name not in self._latest:
+            return self._walk(ROOT, hashes.tolist()), 0
+        old, known, _, _ = self._latest[name]
         both = min(len(old), len(hashes))
         differs = np.flatnonzero(old[:both] != hashes[:both])
         same = int(differs[0]) if len(differs) else both
-        rest = self.nodes.walk(int(known[same - 1]) if same else ROOT, hashes[same:].tolist())
+        rest = self._walk(int(known[same - 1]) if same else ROOT, hashes[same:].tolist())
         return np.append(known[:same], rest), same
 
     def _write(self, path: Ids, replica: str, at_s: float, place: int) -> None:
-        written = self.nodes.written(replica)
+        written = self._written(replica)
         written[path] = np.minimum(written[path], at_s)
-        self.nodes.last_user[path] = place
+        self._last_user[path] = place
 
     def _compare(self, sent: Sent, same: int, both: int, old_ends: Ids, last: Sent) -> None:
         """Where a returning prompt leaves what its conversation had sent. same: leading blocks; both: that both have."""
-        reading = self.reading
         sent.answered = last.prompt + last.reply
         hashed = len(old_ends) and int(old_ends[-1]) > last.prompt
         sent.before, sent.pause_s = sent.answered if hashed else last.prompt, max(0.0, sent.at_s - last.end_s)
         if same < both:
             sent.edge = int(old_ends[same - 1]) if same else 0
             if sent.edge + 1 >= last.prompt:
-                reading.shortened += sent.prompt < sent.answered
+                self.shortened += sent.prompt < sent.answered
             elif sent.session not in self._edited:
                 self._edited.add(sent.session)
-                reading.edges[sent.edge] += 1
+                self.edges[sent.edge] += 1
         elif last.prompt <= sent.prompt < sent.answered:
             sent.edge = last.prompt
-            reading.shortened += 1
-
-
-def read_causes(facts: Facts, exchanges: Iterable[tuple[Exchange, str]], named: bool = True) -> Reading:
-    """Where each prompt could have been found. exchanges: in order of arrival, each with the name of its conversation. named:
-    the source says which requests are one; if not, an edited prompt looks like another conversation. What lacks a time, a
-    length or hashes is left out and counted."""
-    reader = _Reader(facts, named)
-    for one, name in exchanges:
-        reader.add(one, name)
-    reading = reader.reading
-    reading.tenants, reading.replicas = len(reader.tenants), len(reader.replicas - {""})
-    return reading
+            self.shortened += 1
 
 
 def parts(sent: Sent, found: int) -> Iterator[tuple[Cause, int, int]]:

@@ -91,7 +91,7 @@ def _facts(advice: Advice) -> dict[str, str]:
     return {
         "requests": f"{len(sent):,} in {duration(span)}, {three_digits(len(sent) / span if span else None)} a second",
         "conversations": f"{reading.sessions:,}{'' if reading.named else ', by their prefixes'}"
-                         f"{f', {reading.tenants} tenants' if reading.tenants > 1 else ''}",
+                         f"{f', {len(reading.tenants)} tenants' if len(reading.tenants) > 1 else ''}",
         "returns": f"{len(pauses):,} requests{f', {duration(median(pauses))} after the reply (median)' if pauses else ''}",
         "working set": f"{reading.unique_tokens:,} different tokens, {kv} of KV",
         "cache" if size.told else "cache (assumed)":
