@@ -19,7 +19,7 @@ from pensieve.lab.traffic import table
 from pensieve.lab.traffic.table import Exchange, Facts, Salt
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.fit import Fit
-from pensieve.lab.workload.formats import convert, load, served_rows
+from pensieve.lab.workload.formats import load, rows_of
 from pensieve.lab.workload.formats.traffic import converted
 from pensieve.lab.workload.formats.vllm_events import Events, joined, listen
 from pensieve.lab.workload.recording import Blocks, Parts, Text
@@ -119,7 +119,7 @@ def test_the_text_of_conversations_becomes_hashes_alone(tmp_path):
     file = lines(tmp_path / "talks.jsonl", {"messages": [
         {"role": "user", "content": "secret " * 40}, {"role": "assistant", "content": "answer " * 40},
         {"role": "user", "content": "and then"}, {"role": "assistant", "content": "the end"}]})  # fmt: skip
-    convert(file, None, tmp_path / "t.parquet", Salt())
+    table.write(tmp_path / "t.parquet", *rows_of(file, None, Salt()))
     assert b"secret" not in (tmp_path / "t.parquet").read_bytes()
     [((one, answer), (two, _))] = prompts(load(tmp_path / "t.parquet")).values()
     assert two[: len(one + answer)] == one + answer
@@ -207,7 +207,7 @@ def test_what_others_wrote_of_served_requests_becomes_rows(name, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     source = tmp_path / ("source.pkl" if name == "sglang_dump" else "source.json")
     SOURCES[name](source)
-    convert(source, None, tmp_path / "t.parquet", SALT)
+    table.write(tmp_path / "t.parquet", *rows_of(source, None, SALT))
     rows = list(table.read(tmp_path / "t.parquet"))
     assert [(row.request, row.arrival_s, row.prompt_tokens, row.status) for row in rows] == [
         (0, 0.0, 40, "completed"), (1, 3.5, 60, "completed"),
@@ -225,13 +225,13 @@ def test_a_reply_that_was_aborted_is_cancelled_and_chunks_of_two_sizes_say_their
     meta = {"prompt_tokens": 9, "finish_reason": {"type": "abort"}}
     dumped = {"requests": [(GenerateReqInput(rid="a"), {"meta_info": meta}, 1.0, 2.0)]}
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(dumped))
-    [row] = served_rows(tmp_path / "a.pkl", None, SALT)[1]
+    [row] = rows_of(tmp_path / "a.pkl", None, SALT)[1]
     assert (row.status, row.prompt_tokens, row.blocks) == ("cancelled", 9, None)
     file = tmp_path / "lookup_hashes_0.jsonl"
     lookups(file)
     first, again, second = file.read_text().splitlines()
     lines(file, first, again, second.replace('"chunk_size": 16', '"chunk_size": 20'))
-    _, rows = served_rows(file, None, SALT)
+    _, rows = rows_of(file, None, SALT)
     assert [row.lengths for row in rows] == [[16, 16], [20, 20, 20]]
 
 
@@ -248,7 +248,7 @@ FOUND += [192, 160, 128, 192, 224, 224, 192, 160, 224, 224, 256, 160, 320, 256, 
 
 
 def test_what_vllm_found_is_read_from_its_events_and_its_log(tmp_path):
-    convert(VLLM, None, tmp_path / "t.parquet", SALT)
+    table.write(tmp_path / "t.parquet", *rows_of(VLLM, None, SALT))
     facts, rows = table.read_facts(tmp_path / "t.parquet"), list(table.read(tmp_path / "t.parquet"))
     assert [row.cached_tokens for row in rows] == FOUND
     assert facts.block == 32 and facts.engine["name"] == "vllm" and sum(row.cached_cpu_tokens for row in rows) == 1024

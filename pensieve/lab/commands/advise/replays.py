@@ -26,8 +26,8 @@ from pensieve.lab.traffic.table import Exchange, Facts, Salt, exchanges, is_traf
 from pensieve.lab.turns import HITS
 from pensieve.lab.workload.base import shuffled, uniform
 from pensieve.lab.workload.fit import Fit, fitted
-from pensieve.lab.workload.formats import load, served_rows
-from pensieve.lab.workload.formats.traffic import asked_in, conversations_of, converted
+from pensieve.lab.workload.formats import rows_of
+from pensieve.lab.workload.formats.traffic import BY_PREFIX, asked_in, conversations_of
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, hashes_of
 from pensieve.lab.workload.trace import without_outliers
@@ -59,15 +59,10 @@ def open_source(path: Path, format: str | None) -> Source:
     if is_traffic(path):
         facts = read_facts(path)
         found, in_file = _read(path)
-        named = all(one.session is not None for one in found)
-    elif told := served_rows(path, format, Salt()):
-        facts, found = told
-        named, in_file = all(one.session is not None for one in found), len(found)
     else:
-        recording = load(path, format, "skip")
-        facts, rows = converted(recording, Salt())
-        found, in_file = list(rows), recording.requests
-        named = "shared_prefix_blocks" not in recording.facts
+        facts, found = rows_of(path, format, Salt(), "skip")
+        in_file = len(found)
+    named = all(one.session is not None and one.session_from != BY_PREFIX for one in found)
     asked = asked_in(found, facts)
     conversations: Sequence[Conversation] = conversations_of(asked, facts)
     timed = facts.one_clock and any(one.arrival_s is not None for one in asked)

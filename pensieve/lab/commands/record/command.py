@@ -16,7 +16,7 @@ from pensieve.lab.commands.record.proxy import Proxy
 from pensieve.lab.commands.record.writer import Writer
 from pensieve.lab.traffic.journal import finish
 from pensieve.lab.traffic.table import Salt, write
-from pensieve.lab.workload.formats import FORMATS, convert
+from pensieve.lab.workload.formats import FORMATS, rows_of
 from pensieve.lab.workload.formats.served import in_order
 from pensieve.lab.workload.formats.vllm_events import Events, joined, listen
 
@@ -49,7 +49,7 @@ def record(argv: Sequence[str] | None, description: str | None) -> int:
             raise ConfigError("--kv-events needs vLLM's request log too: --from vllm.log.")
         return _follow(asked)
     if asked.source is not None:
-        convert(asked.source, asked.format, asked.out, Salt())
+        write(asked.out, *rows_of(asked.source, asked.format, Salt()))
         print(f"{asked.out} is written.")
         return 0
     if asked.upstream is None:

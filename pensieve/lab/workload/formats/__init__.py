@@ -45,15 +45,15 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
     return replace(recording, format=name, malformed=reader.malformed, examples=tuple(reader.examples))
 
 
-def convert(path: Path, format: str | None, out: Path, salt: Salt) -> None:
-    """Write requests of any format as recorded traffic. Raises as load does, and OSError."""
-    table.write(out, *served_rows(path, format, salt) or traffic.converted(load(path, format), salt))
-
-
-def served_rows(path: Path, format: str | None, salt: Salt) -> served.Read | None:
-    """The rows of a file that says how its requests were served, by arrival; None for others. Raises as load does."""
+def rows_of(
+    path: Path, format: str | None, salt: Salt, on_malformed: OnMalformed = "fail"
+) -> tuple[table.Facts, list[table.Exchange]]:
+    """Requests of any format but `traffic` as recorded traffic, in order of arrival, or of the file where it has no times.
+    Raises as load does."""
     name, found = _opened(path, format)
-    return served.rows_of(name, Reader(found, "fail"), salt) if name in served.SERVED else None
+    if name in served.SERVED:
+        return served.rows_of(name, Reader(found, on_malformed), salt)
+    return traffic.converted(load(path, format, on_malformed), salt)
 
 
 def _opened(path: str | Path, format: str | None) -> tuple[str, Path]:

@@ -35,6 +35,8 @@ RULE = (
 )
 PREFIX = ("mooncake", "qwen_bailian")
 """Formats whose hashes stand for a block and all before it."""
+BY_PREFIX = "prefix"
+"""Who named a session where the source knows none."""
 STOPS: dict[str | None, StopReason] = {"stop": "end_turn", "tool_calls": "tool_use"}
 STOPS |= {one: one for one in get_args(StopReason)}
 """What a client learns from how a reply ended."""
@@ -146,7 +148,7 @@ def _length(tokens: int | None, size: int | None, facts: Facts) -> int | None:
 BYTES_PER_TOKEN = 4
 
 
-def converted(recording: Recording, salt: Salt) -> tuple[Facts, Iterator[Exchange]]:
+def converted(recording: Recording, salt: Salt) -> tuple[Facts, list[Exchange]]:
     """The rows in order of arrival, or of the file where it has no times."""
     calls = [(call, one, turn) for one in recording.conversations for turn, call in enumerate(one.calls)]
     if recording.timed:
@@ -165,11 +167,12 @@ def converted(recording: Recording, salt: Salt) -> tuple[Facts, Iterator[Exchang
         one_clock=recording.one_clock,
         rule=recording.rule,
     )
+    named_by = BY_PREFIX if "shared_prefix_blocks" in recording.facts else "source"
     said: dict[str, bytes] = {}
     held: dict[str, int] = {}
 
     def row_of(request: int, call: Call, one: Conversation, turn: int) -> Exchange:
-        row = Exchange(request, call.at_s, session=one.id, session_from="source", status="completed")
+        row = Exchange(request, call.at_s, session=one.id, session_from=named_by, status="completed")
         before = one.begun if one.begun is not None and not turn else Begun(one.id, turn)
         row.parent = number.get((before.conversation, before.turn - 1))
         row.pause_s, row.waits_for = call.pause_s, list(call.waits_for) or None
@@ -192,7 +195,7 @@ def converted(recording: Recording, salt: Salt) -> tuple[Facts, Iterator[Exchang
             row.lengths = [tokens for _, tokens in content.pieces]
         return row
 
-    return facts, (row_of(request, *each) for request, each in enumerate(calls))
+    return facts, [row_of(request, *each) for request, each in enumerate(calls)]
 
 
 def _spoken(row: Exchange, call: Call, content: Text, said: bytes, salt: Salt) -> bytes:
