@@ -114,18 +114,3 @@ def test_what_is_behind_a_hole_is_computed_again_and_counts_as_lost_with_it(make
     assert (record.gpu_hit_tokens, record.cpu_hit_tokens, record.recomputed_tokens) == (12, 0, 44 - 12)
     assert {(one.cause, one.evicted_by) for one in record.misses} == {("evicted", "b"), ("new", None)}
     assert found([ask(engine, 3, "a", 5, 3)]) == [44 + 1 + 5 + 2]
-
-
-def test_a_hole_in_a_stem_is_filled_for_all_and_what_others_have_behind_it_counts_again() -> None:
-    engine = make_engine(64, 0, cache=partial(SharedCache, reuse="prefix"))
-    system = array("i", ((5 + 7 * i) % 89 for i in range(40)))
-    for number, name in enumerate("abc", 1):
-        engine.submit(Request(number, name, 1, system + array("i", [60 + number] * 6), Length(3)))
-        run(engine)
-    stem = engine.cache.sessions["a"].stems()[0]
-    engine.cache.tiers.drop_gpu(stem, 2, 5)
-    assert engine.cache.places(engine.cache.sessions["a"]) == "GG--------GG-", (
-        "what was behind in the stem went with them"
-    )
-    assert found([ask(engine, 4, "b", 6, 3)]) == [8]
-    assert found([ask(engine, 5, "a", 6, 3)]) == [48]

@@ -24,7 +24,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -71,7 +71,9 @@ CHANGING = [
 
 @contextmanager
 def recorded() -> Iterator[Path]:
-    """The outputs folder with the recorded sweeps. Nothing is rendered: a picture is one pixel and its caption."""
+    """The outputs folder with the recorded sweeps. Nothing is rendered: a picture is one pixel and its caption. The trials of
+    a sweep, which nobody changes here, are read once and not for each figure."""
+    of_sweep = ResultsStore.trials_of_sweep
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         with tarfile.open(SWEEPS) as archive:
@@ -81,6 +83,8 @@ def recorded() -> Iterator[Path]:
         database.close()
         patch.setattr(ResultsStore, "interrupt_dead", lambda _: 0)  # one was recorded while it ran
         patch.setenv("PENSIEVE_OUTPUTS", name)
+        trials = cache(lambda sweep: of_sweep(open_store(folder, create=False), sweep))
+        patch.setattr(ResultsStore, "trials_of_sweep", lambda _, sweep: [*trials(sweep)])
         patch.setenv("COLUMNS", "220")
         patch.setattr(style, "save", _not_rendered)
         yield folder

@@ -266,6 +266,15 @@ PLAYED = (
             (" faulty", "faulty", ()),
         )
     ),
+    *(
+        fuzz(f"{name}{how}", 95, *overrides, worker=worker)
+        for name, overrides in (
+            ("shared", ("baseline=pensieve_shared",)),
+            ("prefix", ("baseline.cache.reuse=prefix",)),
+            ("shared prefix", ("baseline=pensieve_shared", "baseline.cache.reuse=prefix")),
+        )
+        for how, worker in (("", "windows"), (" faulty", "faulty"))
+    ),
     fuzz("gated", 72, "scheduler.load_apart=false", "scheduler.admit_beyond_budget=false"),
     *(fuzz(f"eviction {one}", 80, f"eviction={one}") for one in EVICTION),
     *(

@@ -170,15 +170,6 @@ def take(spec=LLAMA, **asked):
     return take_model(ModelAsked(spec, threads=1, **asked))
 
 
-def test_a_folder_that_was_written_again_is_loaded_again(tmp_path):
-    take().module.save_pretrained(tmp_path)
-    with open_shelf():
-        for changed, reused in ((False, False), (False, True), (True, False)):
-            if changed:
-                take(seed=1).module.save_pretrained(tmp_path)
-            assert take(weights=str(tmp_path)).reused is reused
-
-
 def test_what_decides_a_model_loads_another():
     """dtype is the spec's; attention and the blocks' size decide what was checked. Each differs from the
     one before it, which alone is kept."""

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from pensieve.core.plan import Moved
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.transfer import BlockRun, Transfer, merge_moves
 from pensieve.serve.systems.profiling import swap_in, swap_out
-from tests import thread_link
 from tests.gpu.shuttle import shuttle
 from tests.thread_link import ThreadLink, copy_runs
 
@@ -83,31 +81,6 @@ def until(true):
     while not true():
         assert time.monotonic() < limit, "it never came"
         time.sleep(1e-4)
-
-
-def waits_of(monkeypatch, *waits_ns):
-    """Each hold_compute takes as long by its clock as it is given here, however long it really was."""
-    now = iter([at for wait in waits_ns for at in (1000, 1000 + wait)])
-    timer = SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=lambda: next(now), sleep=time.sleep)
-    monkeypatch.setattr(thread_link, "time", timer)
-
-
-def test_a_layer_waits_for_its_own_load_only(gated, monkeypatch):
-    waits_of(monkeypatch, 7, 50)
-    transfer, tensors, gate = gated()
-    tensors.cpu[:, 3] = 7.0
-    transfer.swap_in([swap_in(1, (3,), (5,))])
-    assert transfer.require(rows(0, 5))
-    gate.let(1)
-    transfer.wait_for_layer(0)
-    assert (tensors.gpu[0, 5] == 7.0).all() and not tensors.gpu[1, 5].any()
-    assert transfer.moved() == ()
-    threading.Timer(0.05, gate.let, [1]).start()
-    transfer.wait_for_layer(1)
-    assert (tensors.gpu[1, 5] == 7.0).all()
-    assert transfer.stalled_ns() == 57
-    assert transfer.moved() == (Moved(1),) and transfer.moved() == ()
-    assert not transfer.require(rows(5)) and transfer.stalled_ns() == 0
 
 
 def test_rows_that_attend_to_none_of_the_loaded_blocks_do_not_wait(gated):

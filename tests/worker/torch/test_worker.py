@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
 from pensieve.core.plan import Moved, Row, Sample
-from pensieve.device.batch import BlockTables, Spans, build_batch
+from pensieve.device.batch import BlockTables, build_batch
 from pensieve.device.model import LoadedModel
 from pensieve.serve.systems.profiling import swap_out
 
@@ -76,7 +75,7 @@ def random_rows(source: random.Random) -> tuple[list[Row], BlockTables]:
     return rows, tables
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_position_has_its_token_its_place_and_its_sample(seed: int) -> None:
     rows, tables = random_rows(random.Random(seed))
     batch = build_batch(rows, tables, CHUNK, CPU)
@@ -104,31 +103,3 @@ def test_every_position_has_its_token_its_place_and_its_sample(seed: int) -> Non
         assert by_position.pop((slot, sample.position)) is sample
         assert int(batch.positions[at]) == sample.position - 1
     assert batch.logits_at.tolist() == sorted(batch.logits_at.tolist())
-
-
-def test_spans_as_arrays_and_as_objects_are_the_same() -> None:
-    rows, tables = random_rows(random.Random(3))
-    spans = build_batch(rows, tables, CHUNK, CPU).spans
-    each = list(spans)
-    for cut, own in ((spans, each), (spans.cut(2, 4), each[2:4]), (spans.cut(0, 0), [])):
-        again = Spans.of(own)
-        for field in fields(Spans):
-            assert np.array_equal(getattr(cut, field.name), getattr(again, field.name)), field.name
-    for window in (None, 3):
-        lows = [0 if window is None else max(0, span.start - window + 1) for span in each]
-        assert spans.lows(window).tolist() == lows
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (Row(0, ((0, 1),), (1, 2), None), "tokens for"),
-        (Row(0, ((9, 11),), (1, 2), None), r"no block|beyond"),
-        (Row(5, ((0, 1),), (1,), None), "beyond"),
-    ],
-)
-def test_what_no_scheduler_plans_is_a_bug(row: Row, words: str) -> None:
-    tables = BlockTables()
-    tables.overwrite(0, 0, [1, 2])
-    with pytest.raises(AssertionError, match=words):
-        build_batch([row], tables, CHUNK, CPU)
