@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pandas as pd
 
@@ -10,7 +10,7 @@ from analysis.forms import Form
 from analysis.quantities import over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Source
-from pensieve.lab.results.frame import Cell, Panel
+from pensieve.lab.results.frame import Cell
 from pensieve.serve.books.holding import TIERS
 
 CAUSES = ("new", "edited", "evicted", "expired", "restarted", "never_stored")
@@ -18,10 +18,14 @@ SHOWN = 4  # names of those who evicted most
 POLICIES = "eviction"
 
 
-def _panels(source: Source) -> Iterator[Panel]:
+def _plots(source: Source, rows_of: Callable[[Source, Cell], Iterator[Row]], lacking: str) -> Iterator[Plot]:
     """With the policies of one baseline side by side where several were swept, else the baselines."""
     policies = source.several(POLICIES) and len(source.baselines()) == 1
-    yield from source.panels(*([POLICIES] if policies else []))
+    for panel in source.panels(*([POLICIES] if policies else [])):
+        rows = [row for cell in panel.cells for row in rows_of(source, cell)]
+        if not rows:
+            raise source.lacks(lacking)
+        yield Plot(panel, rows)
 
 
 def _key(cell: Cell) -> Row:
@@ -34,11 +38,7 @@ def _key(cell: Cell) -> Row:
 
 def misses(source: Source, form: Form) -> Iterator[Plot]:
     """By cause: tokens missed and seconds of first tokens that took, a trial, and the share of those who evicted most."""
-    for panel in _panels(source):
-        rows = [row for cell in panel.cells for row in _causes(source, cell)]
-        if not rows:
-            raise source.lacks("turn with a ledger of misses")
-        yield Plot(panel, rows)
+    return _plots(source, _causes, "turn with a ledger of misses")
 
 
 def _causes(source: Source, cell: Cell) -> Iterator[Row]:
@@ -69,11 +69,7 @@ def _causes(source: Source, cell: Cell) -> Iterator[Row]:
 
 def held(source: Source, form: Form) -> Iterator[Plot]:
     """A row a baseline and tier."""
-    for panel in _panels(source):
-        rows = [row for cell in panel.cells for row in _tiers(source, cell)]
-        if not rows:
-            raise source.lacks("trial with a ledger of holding")
-        yield Plot(panel, rows)
+    return _plots(source, _tiers, "trial with a ledger of holding")
 
 
 def _tiers(source: Source, cell: Cell) -> Iterator[Row]:

@@ -79,17 +79,19 @@ def footnote(of: Provenance, lead: str) -> str:
     """The caption of a figure, without its title. lead: what a point and its interval are."""
     if not of.trials:
         return f"{lead.rstrip('.')}; COMPUTED, without a trial; sweep {of.sweep}."
+    said = {"simulated": "SIMULATED by a cost model of", "real": "measured on"}
+    how = said[of.kind[0]] if len(of.kind) == 1 else "PARTLY SIMULATED,"
+    measured = f"{how} {', '.join((*of.devices, *of.dtypes))}"
     parts = [lead.rstrip(".")]
     if of.conversations > 0 or of.load:  # a benchmark of a part has neither conversations nor a load
         named = {"none": "no weights: lengths only", "random": "random weights: real speed, meaningless text"}
         weights = dict.fromkeys(named.get(source, "trained weights") for source in of.weights or ("hub",))
-        cache = f"{' and '.join(of.cache_state) or 'state not recorded'} at the start"
-        parts += [f"n = {of.of_seeds}", f"{', '.join(of.models)} ({' and '.join(weights)})"]
+        cache = f"{' and '.join(of.cache_state)} at the start" if of.cache_state else "state at the start not recorded"
+        parts += [f"n = {of.of_seeds}", f"{', '.join(of.models)} ({' and '.join(weights)})", measured]
         parts += [f"load {' and '.join(of.load) or 'not recorded'}", f"cache {cache}"]
-    said = {"simulated": "SIMULATED by a cost model of", "real": "measured on"}
-    how = said[of.kind[0]] if len(of.kind) == 1 else "PARTLY SIMULATED,"
-    parts += [f"{how} {', '.join((*of.devices, *of.dtypes))}", f"code {', '.join(code[:8] for code in of.code)}"]
-    parts += [f"sweep {of.sweep}, trials {ranges(of.trials)}"]
+    else:
+        parts += [measured]
+    parts += [f"code {', '.join(code[:8] for code in of.code)}", f"sweep {of.sweep}, trials {ranges(of.trials)}"]
     if of.with_failures:
         parts += [f"trials {ranges(of.with_failures)} have turns that did not complete"]
     if of.incomplete:

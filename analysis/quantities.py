@@ -28,7 +28,6 @@ from pensieve.lab.results.frame import (
 from pensieve.lab.statistics import (
     Estimate,
     estimate_mean,
-    estimate_percentile_by_seed,
     estimate_percentiles_by_seed,
     flat,
     paired_ratio,
@@ -52,7 +51,7 @@ def percentile(values: ByConversation, p: float) -> Estimate:
 
 def median(values: pd.Series[Any]) -> Estimate:
     """Of one value a conversation; n counts conversations."""
-    return estimate_percentile_by_seed({key: found[-1] for key, found in by_conversation(values).items()}, 0.5)
+    return percentile({key: found[-1:] for key, found in by_conversation(values).items()}, 0.5)
 
 
 def mean(values: ByConversation) -> Estimate:

@@ -16,7 +16,6 @@ from pensieve.lab.statistics import (
     SHARE,
     Support,
     estimate_mean,
-    estimate_percentile_by_seed,
     estimate_percentiles,
     estimate_percentiles_by_seed,
     estimate_rate,
@@ -180,7 +179,7 @@ def test_too_few_groups_have_no_interval_whatever_their_values():
         found = [
             paired_ratio(a, dict.fromkeys(a, 1.0)),
             paired_ratio(a, dict.fromkeys(a, 1.0), of="means"),
-            estimate_percentile_by_seed(a, 0.5),
+            *estimate_percentiles_by_seed({key: [value] for key, value in a.items()}, [0.5]),
         ]
         assert [(one.ci_low, one.ci_high) for one in found] == [(None, None)] * len(found)
     four = np.arange(4)
@@ -227,9 +226,10 @@ def test_percentiles_by_seed_take_turns_of_a_session_together():
     assert (one.n, other.n, one.groups) == (20, 1000, 5)
     [alone] = estimate_percentiles_by_seed({(0, "s"): [1.0, 2.0, 3.0]}, [0.5])
     assert (alone.value, alone.ci_low, alone.ci_high) == (2.0, None, None)
-    values = {(seed, str(i)): float(seed + i) for seed in range(6) for i in range(10)}
-    assert estimate_percentile_by_seed(values, 0.5).ci_low is not None, "60 conversations of 6 seeds"
-    assert estimate_percentile_by_seed(values, 0.75).ci_low is None, "a quarter of 6 seeds is none"
+    values = {(seed, str(i)): [float(seed + i)] for seed in range(6) for i in range(10)}
+    median, upper = estimate_percentiles_by_seed(values, [0.5, 0.75])
+    assert median.ci_low is not None, "60 conversations of 6 seeds"
+    assert upper.ci_low is None, "a quarter of 6 seeds is none"
 
 
 def share_by_hand(have, of, trials=math.inf):

@@ -149,11 +149,6 @@ def estimate_percentiles(values: Floats, groups: NDArray[np.int64], ps: Sequence
     return _percentiles(values, groups, ps, n_groups, n_groups)
 
 
-def estimate_percentile_by_seed(values: Mapping[tuple[int, str], float], p: float) -> Estimate:
-    """Nearest-rank percentile of one value for each (seed, session)."""
-    return estimate_percentiles_by_seed({key: [value] for key, value in values.items()}, [p])[0]
-
-
 def estimate_percentiles_by_seed(
     groups: Mapping[tuple[int, str], Sequence[float]], ps: Sequence[float]
 ) -> list[Estimate]:

@@ -93,8 +93,8 @@ def test_again_replaces_the_verdicts_of_the_sweep_and_swapping_the_baselines_fli
 ):
     claims = tmp_path / "claims.yaml"
     claims.write_text(
-        "- {name: faster, text: Faster, source: me, measure: speedup, arguments: {turn: 5}, of: pensieve,"
-        " against: stateless, claimed: {low: 2}, unit: x}"
+        "- {name: faster, text: Faster, source: me, measure: speedup, arguments: {turn: 5}, of: [pensieve],"
+        " against: [stateless], claimed: {low: 2}, unit: x}"
     )
     store = open_store(outputs)
     first = fill(store, seeds=5)

@@ -78,7 +78,7 @@ def claim(**changed: Any) -> Claim:
             "text": "It is faster",
             "source": "somebody",
             "measure": "speedup",
-            "of": "pensieve",
+            "of": ["pensieve"],
             "against": ["stateless"],
             "claimed": {"low": 2.0},
             "unit": "x",

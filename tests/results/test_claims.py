@@ -32,7 +32,7 @@ ONE = """
   source: somebody
   measure: speedup
   arguments: {turn: 5}
-  of: pensieve
+  of: [pensieve]
   against: [vllm, stateless]
   claimed: {low: 2.0}
   unit: x

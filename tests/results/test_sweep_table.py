@@ -89,45 +89,27 @@ def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
     assert "stateless's: gpu_only in 1 of 19 turns, margin at most 2.0e-03" in note.text
 
 
-def settings(difference: float = 0.001, limit: float = 0.004, **changed: Any) -> dict[str, Any]:
+def settings(**changed: Any) -> dict[str, Any]:
     served = {
         "attention_backend": "triton", "attention_version": "3.9.0", "forward": "fused", "attention_note": "Not varlen: old.",
-        "forward_note": "", "fell_back": False, "self_check_against": "float32",
+        "forward_note": "", "fell_back": False, "self_check_difference": 0.001,
     }  # fmt: skip
-    return {**served, "self_check_difference": difference, "self_check_limit": limit, **changed}
+    return {**served, **changed}
 
 
-def shown(store: ResultsStore, trial: int) -> str:
-    """A trial's summary."""
-    text = StringIO()
-    Console(file=text, width=300).print(summary(store, trial))
-    return text.getvalue()
-
-
-def served(store: ResultsStore, **engines: Any) -> int:
-    sweep = open_sweep(store, n_expected=2 * len(engines), seed="0,1", baseline=",".join(engines))
-    jobs = [(seed, baseline) for seed in range(2) for baseline in engines]
-    for job, (seed, baseline) in enumerate(jobs):
-        engine = engines[baseline][seed] if isinstance(engines[baseline], list) else engines[baseline]
-        add_trial(store, sweep, job, baseline, conversation_turns([40.0, 50.0]), seed=seed, engine=engine)
-    return sweep
-
-
-def test_what_served_is_a_sentence_a_way_with_the_check_that_was_nearest_to_its_limit() -> None:
-    store = ResultsStore(MEMORY)
-    fell = settings(
-        1e-6, 1e-4, attention_backend="reference", attention_version="", fell_back=True, self_check_against="eager"
-    )
-    sweep = served(store, pensieve=[settings(0.001), settings(0.003)], stateless=fell)
-    trials = select_trials(store, "latest")
+def test_what_served_is_a_sentence_a_way_under_tables_comparisons_and_summaries(store: ResultsStore) -> None:
+    fell = settings(attention_backend="reference", attention_version="", fell_back=True)
+    engines = {"pensieve": settings(), "stateless": fell}
+    sweep = open_sweep(store, n_expected=2, seed="0", baseline=",".join(engines))
+    for job, (baseline, engine) in enumerate(engines.items()):
+        add_trial(store, sweep, job, baseline, conversation_turns([40.0, 50.0]), engine=engine)
+    ours, theirs = trials = select_trials(store, "latest")
     first, second = footer(trials)
-    assert first == (
-        "Attention (pensieve): triton 3.9.0; forward: fused. Self-check passed: logits differ from those of the same weights "
-        "in float32 by 0.003, of 0.004 allowed."
-    )
-    assert second.startswith("Attention (stateless): reference; ") and "from the model's own by 1e-06" in second
+    assert first == "pensieve: Attention: triton 3.9.0; forward: fused; their self-check passed."
+    assert second.startswith("stateless: Attention: reference; ")
     assert second.endswith("Something better did not serve. Not varlen: old.")
     assert {first, second} <= {note.text for note in sweep_table(store, sweep).notes}
-    pairs = [[trial for trial in trials if trial.baseline == name] for name in ("pensieve", "stateless")]
-    assert {first, second} <= set(compare_trials(store, *pairs).notes)
-    assert first.replace(" (pensieve)", "") in shown(store, next(one.id for one in pairs[0] if one.seed == 1))
+    assert {first, second} <= set(compare_trials(store, [ours], [theirs]).notes)
+    text = StringIO()
+    Console(file=text, width=300).print(summary(store, ours.id))
+    assert first.removeprefix("pensieve: ") in text.getvalue()

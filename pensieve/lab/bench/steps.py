@@ -24,7 +24,7 @@ from pensieve.lab.bench.case import OURS, Case, Measured, in_turn, synchronize
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.build import torch_options
 from pensieve.lab.compose.conf import read_option
-from pensieve.lab.results.frame import sentence
+from pensieve.lab.results.frame import served_by
 from pensieve.lab.statistics import median
 from pensieve.plugins.device.shelf import take_model
 from pensieve.serve.systems.base import WallClock
@@ -49,7 +49,7 @@ def load(bench: Bench) -> LoadedModel:
     bench.model = bench.options.model or (ON_GPU if bench.on_gpu else ON_CPU)
     spec = ModelSpec.from_architecture(bench.model, read_option("model", bench.model)["architecture"], bench.dtype_name)
     model = take_model(ModelAsked(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads))
-    bench.note(sentence([model.served()]))
+    bench.note(served_by(model.served()))
     return model
 
 

@@ -84,7 +84,7 @@ def _database() -> tuple[str, bool]:
         return f"none yet; the first trial makes {outputs / 'results.db'}", True
     try:
         store = open_store(outputs, create=False)
-        latest = store.newest_sweep()
+        latest = store.latest_sweep()
     except PensieveError as error:
         return str(error), False
     last = f"last sweep {latest.id} ({latest.status})" if latest else "no sweep yet"

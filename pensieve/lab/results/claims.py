@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from sqlalchemy import delete, insert
 
 from pensieve.errors import ConfigError, MissingSeries
@@ -220,13 +220,6 @@ class Claimed(BaseModel):
 Values = tuple[str | float | bool | None, ...]
 
 
-def _one_or_more(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else [value]
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
-
-
 class Claim(BaseModel):
     """One entry: all that a verdict needs beside the trials.
 
@@ -244,9 +237,9 @@ class Claim(BaseModel):
     source: str
     measure: str
     arguments: dict[str, Any] = {}
-    of: Names
-    against: Names = ()
-    over: Names = ()
+    of: tuple[str, ...]
+    against: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()
     claimed: Claimed
     unit: str
     conditions: dict[str, Values] = {}

@@ -547,38 +547,23 @@ def _code(trials: Sequence[Trial]) -> Mapping[str, set[str]]:
     return found
 
 
-# Which attention and forward served, and how their self-check came out
+# Which attention and forward served
 
 
 def footer(trials: Iterable[Trial]) -> list[str]:
-    """A sentence for each way in which trials were served, with the largest difference that its self-checks found; several
-    ways are told apart by their baselines. Simulated trials and engines of others have none."""
-    ways: dict[tuple[str, ...], dict[str, list[Mapping[str, Any]]]] = {}
+    """A sentence for each way in which trials were served; several are told apart by their baselines. Simulated trials and
+    engines of others have none."""
+    ways: dict[str, dict[str, None]] = {}
     for trial in trials:
         settings = trial.engine or {}
         if not trial.simulated and settings.get("self_check_difference") is not None:
-            ways.setdefault(_way(settings), {}).setdefault(trial.baseline, []).append(settings)
-    return [
-        sentence([one for own in way.values() for one in own], f" ({', '.join(way)})" if len(ways) > 1 else "")
-        for way in ways.values()
-    ]
+            ways.setdefault(served_by(settings), {})[trial.baseline] = None
+    return [f"{', '.join(names)}: {way}" if len(ways) > 1 else way for way, names in ways.items()]
 
 
-def _way(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Attention, forward, what the right logits were, and why something better did not serve."""
+def served_by(settings: Mapping[str, Any]) -> str:
+    """settings: as a torch worker reports them."""
     notes = [settings.get(name) for name in ("attention_note", "forward_note")] if settings.get("fell_back") else []
     attention = f"{settings['attention_backend']} {settings.get('attention_version') or ''}".strip()
-    return attention, settings["forward"], settings["self_check_against"], " ".join(filter(None, notes))
-
-
-def sentence(settings: Sequence[Mapping[str, Any]], of: str = "") -> str:
-    """Say how trials were served alike, and the self-check of the one among them that came nearest to its limit. settings:
-    as a torch worker reports them."""
-    attention, forward, against, note = _way(settings[0])
-    worst = max(settings, key=lambda one: one["self_check_difference"] / one["self_check_limit"])
-    right = "the model's own" if against == "eager" else "those of the same weights in float32"
-    fell_back = f" Something better did not serve. {note}" if note else ""
-    return (
-        f"Attention{of}: {attention}; forward: {forward}. Self-check passed: logits differ from {right} by "
-        f"{worst['self_check_difference']:.2g}, of {worst['self_check_limit']:.2g} allowed.{fell_back}"
-    )
+    way = f"Attention: {attention}; forward: {settings['forward']}; their self-check passed."
+    return " ".join([way, *(["Something better did not serve.", *filter(None, notes)] if notes else [])])

@@ -11,6 +11,7 @@ other.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,12 +236,6 @@ class SizeMap:
             return None
         return min(front, key=lambda place: (self.an_hour(place) or 0.0, place))
 
-    @property
-    def answer(self) -> Place | None:
-        """The sizes that the sentence is about: the cheapest that surely meet the objective, else that do on the mean, else
-        those of the knee."""
-        return self.pick(self.smallest(self.surely_meets)) or self.pick(self.meeting) or self.pick(self.knee)
-
     @cached_property
     def deciding(self) -> set[Place]:
         """The cells on which the answers depend, whether they have run or not: the largest sizes, the smallest cells that
@@ -330,6 +325,8 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
     asked = sweep.overrides.get(SETTINGS)
     if asked is None:
         raise MissingSeries(f"Sweep {sweep.id} is no map of sizes; run `{typed('size')}`.")
+    if len(json.loads(asked).get("disk", ())) > 1:
+        raise MissingSeries(f"Sweep {sweep.id} is a map over several disks, which an older version made.")
     q, frame = Question.model_validate_json(asked), Frame(store, sweep)
     if q.reuse:
         return SizeMap(q, frame, {place: Cell("", {}, ()) for place in q.places})

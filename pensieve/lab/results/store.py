@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from itertools import islice
@@ -35,7 +35,6 @@ from pensieve.lab.results.schema import (
     sweep_result,
     turn_table,
 )
-from pensieve.lab.results.tokens import put_times
 from pensieve.lab.turns import Turns
 from pensieve.serve.record import PREPARING, TurnRecord
 
@@ -167,20 +166,16 @@ class ResultsStore:
             raise ResultsError(f"There is no sweep {sweep_id} in {self.database.shown}.")
         return found
 
-    def newest_sweep(self) -> Sweep | None:
-        """The sweep that was started or resumed last. Bench commands, whose trials are single cases, are not sweeps."""
-        return self._one(_sweeps().limit(1))
-
     def latest_sweep(self) -> Sweep | None:
         """What `latest` means: the newest of those that have a completed trial, or needed none (a map of sizes in one pass);
-        of those that ran to their end before interrupted ones."""
+        of those that ran to their end before interrupted ones. Bench commands, whose trials are single cases, are none."""
         completed = SweepTrial.trial_id.in_(select(Trial.id).where(Trial.status == "completed"))
         needs_none = (Sweep.status == "completed") & (Sweep.n_expected == 0)
-        answers = _sweeps().where(Sweep.id.in_(select(SweepTrial.sweep_id).where(completed)) | needs_none)
+        answers = Sweep.id.in_(select(SweepTrial.sweep_id).where(completed)) | needs_none
+        query = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH), answers)
         with self._session() as session:
-            return min(
-                session.scalars(answers), key=lambda one: one.status not in ("completed", "failed"), default=None
-            )
+            newest = session.scalars(query.order_by(Sweep.started_at.desc(), Sweep.id.desc()))
+            return min(newest, key=lambda one: one.status not in ("completed", "failed"), default=None)
 
     def sweep_named(self, name: str) -> Sweep:
         """By its id, or `latest`. Raises ResultsError where there is none."""
@@ -439,18 +434,9 @@ class ResultsStore:
             return []
         key = (trial.id, slo)
         if key not in self._under or trial.status != "completed":
-            self._under[key] = slo_metrics(
-                Turns.of(self._records(trial.id)), trial.measure_start_s, trial.measure_end_s, slo
-            )
+            turns = Turns.of(TurnRecord(**row._mapping) for row in self.turns_of(trial.id))
+            self._under[key] = slo_metrics(turns, trial.measure_start_s, trial.measure_end_s, slo)
         return self._under[key]
-
-    def _records(self, trial_id: int) -> Sequence[TurnRecord]:
-        """The recorded turns, with the times of their tokens where the token file is still there."""
-        records = [TurnRecord(**row._mapping) for row in self.turns_of(trial_id)]
-        for artifact in self.artifacts_of(trial_id, "tokens"):
-            with suppress(ResultsError):
-                put_times(records, artifact.path)
-        return records
 
     def turns_of(self, trial_id: int, *columns: str) -> Sequence[Row[Any]]:
         """The trial's turns in order of ordinal. Rows have the columns as attributes, without names all of them."""
@@ -522,12 +508,6 @@ def _now() -> datetime:
 
 def _current() -> Select[Trial]:
     return select(Trial).where(Trial.id.in_(select(current_trial.c.id)))
-
-
-def _sweeps() -> Select[Sweep]:
-    """But those of bench commands, newest first."""
-    ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH))
-    return ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc())
 
 
 def _ran_by(sweep_id: int) -> Select[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -138,16 +137,6 @@ def read_tokens(path: Path) -> dict[tuple[str, int], TurnTokens]:
         (str(session[a]), int(turn[a])): TurnTokens(tokens[a:b], margins[a:b], emitted[a:b])
         for a, b in zip(starts, stops, strict=True)
     }
-
-
-def put_times(records: Sequence[TurnRecord], path: Path) -> None:
-    """Give recorded turns the times of their tokens. Raises ResultsError where the file cannot be read."""
-    tokens, times = read_tokens(path), Counter((record.session, record.turn) for record in records)
-    for record in records:
-        key = (record.session, record.turn)
-        if times[key] == 1 and key in tokens:  # a turn that ran several times has one entry in the file
-            emitted = tokens[key].emitted_s
-            record.emitted_s = array("d", emitted[emitted == emitted])
 
 
 @dataclass(frozen=True, slots=True)
