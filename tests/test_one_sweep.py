@@ -46,7 +46,7 @@ def test_a_sweep_of_four_simulated_trials_runs_functions_of_few_files(tmp_path, 
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     words = "model=llama3_8b baseline=pensieve,gpu_only cache=small hardware=sim_h100 workload=chat_steady seed=0,1 -m"
-    few = ["workload.conversations=4"]
+    few = ["workload.conversations=4", "trial.isolate=false"]  # in the process that is looked at
     command = [sys.executable, "-c", SCRIPT, str(CHECKOUT), *words.split(), *few]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     status, files = json.loads(done.stdout.splitlines()[-1])

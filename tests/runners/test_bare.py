@@ -64,7 +64,7 @@ def forked(tmp_path, blocker):
 
 def statuses(folder):
     with sqlite3.connect(folder / "results.db") as connection:
-        return connection.execute("SELECT baseline, status FROM trial ORDER BY id").fetchall()
+        return connection.execute("SELECT baseline, status FROM trial ORDER BY baseline").fetchall()
 
 
 @pytest.mark.slow

@@ -71,7 +71,6 @@ def check_whole(outputs, jobs=JOBS):
 
 @pytest.mark.slow
 def test_a_process_of_a_sweep_is_killed_then_the_sweep_and_the_third_command_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_module, "WORTH_A_START_S", 0.0)
     monkeypatch.setattr(sweep_module, "processes_here", lambda: 2)
     outputs, arguments = tmp_path / "outputs", SWEEP
 
@@ -105,7 +104,7 @@ def test_a_failed_trial_does_not_stop_the_others(tmp_path, monkeypatch):
     monkeypatch.setenv("CRASH", "error")
     monkeypatch.setenv("CRASHES", "2")
     monkeypatch.setenv("CRASH_COUNT", str(tmp_path / "crashes"))
-    crashing = (*SWEEP, "++eviction._target_=tests.trial.crashing.Crash")
+    crashing = (*SWEEP, "trial.isolate=false", "++eviction._target_=tests.trial.crashing.Crash")
     ended(outputs, *crashing, status=1)
     found = query(outputs, "select status, error, traceback from sweep_trial join trial on id = trial_id order by job")
     assert [status for status, _, _ in found] == ["failed", "failed", "completed", "completed"]

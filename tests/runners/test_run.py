@@ -36,9 +36,9 @@ def test_a_sweep_is_recorded_compared_and_resumed(outputs):
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in ("pensieve", "gpu_only", "stateless", "Database:"))
     assert "[3/4] baseline=stateless: TTFT first turn" in done.stderr
-    assert rows(outputs, "select baseline, status, simulated from trial order by id") == [
-        (baseline, "completed", 1) for baseline in ("pensieve", "gpu_only", "stateless", "prefix_cache")
-    ]
+    assert rows(
+        outputs, "select baseline, status, simulated from sweep_trial join trial on id = trial_id order by job"
+    ) == [(baseline, "completed", 1) for baseline in ("pensieve", "gpu_only", "stateless", "prefix_cache")]
     assert rows(outputs, "select n_expected, status from sweep") == [(4, "completed")]
     assert list(outputs.rglob("config.resolved.yaml"))
     # The same command is the same sweep, and runs nothing; more seeds are another one, and run what is missing.
@@ -73,8 +73,8 @@ def test_an_edited_overlay_is_another_sweep(outputs, tmp_path):
         assert done.returncode == 0, done.stderr
     # The first two are one sweep; of the third, the table has its own trials.
     assert rows(outputs, "select id, n_expected from sweep order by id") == [(1, 2), (2, 2)]
-    shown = rows(outputs, "select sweep_id, job, trial_id from sweep_result order by sweep_id, job")
-    assert shown == [(1, 0, 1), (1, 1, 2), (2, 0, 3), (2, 1, 4)]
+    shown = rows(outputs, "select sweep_id, job, trial_id > 2 from sweep_result order by sweep_id, job")
+    assert shown == [(1, 0, 0), (1, 1, 0), (2, 0, 1), (2, 1, 1)]
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_ctrl_c_is_one_line_and_130(outputs):
         said = err.read()
     assert process.exitcode == 130
     assert said.strip().splitlines()[-1].startswith("Interrupted;")
-    assert rows(outputs, "select status from trial") == [("interrupted",)]
+    assert set(rows(outputs, "select status from trial")) == {("interrupted",)}
     assert rows(outputs, "select status from sweep") == [("interrupted",)]
 
 

@@ -79,7 +79,16 @@ def test_a_sweep_composes_jobs_that_differ_in_the_seed_once(monkeypatch, tmp_pat
     axes = ["seed=0,1,2", "baseline=pensieve,gpu_only,stateless", "cache=small,medium"]
     with pytest.raises(SystemExit) as ended:
         GlobalHydra.instance().hydra.multirun(
-            "config", run_job, ["hydra.mode=MULTIRUN", "model=llama3_8b", "hardware=sim_h100", "tracking=off", *axes]
+            "config",
+            run_job,
+            [
+                "hydra.mode=MULTIRUN",
+                "model=llama3_8b",
+                "hardware=sim_h100",
+                "tracking=off",
+                "trial.isolate=false",
+                *axes,
+            ],
         )
     assert ended.value.code == 0
     assert [one["seed"] for one in ran] == [0] * 6 + [1] * 6 + [2] * 6

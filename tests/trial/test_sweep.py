@@ -21,7 +21,7 @@ def one_trial(typed):
 
 
 def shown(store, sweep):
-    return [job.trial and job.trial.id for job in store.trials_of_sweep(sweep)]
+    return sorted(job.trial.id for job in store.trials_of_sweep(sweep))
 
 
 def test_a_forced_sweep_is_another_one_and_the_first_shows_what_it_showed(one_trial, tmp_path):
@@ -32,13 +32,12 @@ def test_a_forced_sweep_is_another_one_and_the_first_shows_what_it_showed(one_tr
 
 
 @pytest.mark.slow
-def test_what_is_left_of_a_long_simulated_sweep_runs_in_other_processes(one_trial, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep_module, "WORTH_A_START_S", 0.0)
+def test_a_simulated_sweep_runs_in_other_processes(one_trial, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep_module, "processes_here", lambda: 2)
     assert one_trial("seed=0,1,2") == 0
     store = open_store(tmp_path)
     trials = [job.trial for job in store.trials_of_sweep(1)]
-    assert [trial.pid == os.getpid() for trial in trials] == [True, False, False]
+    assert os.getpid() not in {trial.pid for trial in trials}
     assert [trial.seed for trial in trials] == [0, 1, 2]
     said = capsys.readouterr().err
     assert all(f"[{number}/3] seed={number - 1}" in said for number in (1, 2, 3))

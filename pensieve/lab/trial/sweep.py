@@ -1,9 +1,8 @@
 """A sweep: what is done before and after its jobs, what each job does, and what is printed of a trial.
 
 Before the jobs: preflight of each, and the sweep's row. After them: table, MLflow, figures, exit status. The jobs run as they
-were composed and checked: real ones one after another, simulated ones side by side where that is worth the start of
-processes. Where Hydra is asked for more (a launcher, a folder's name, a callback) it composes them again: an environment
-variable of the job then says which sweep it belongs to.
+were composed and checked: real ones one after another, simulated ones side by side. Where Hydra is asked for more (a
+launcher, a folder's name, a callback) it composes them again: an environment variable then says which sweep a job belongs to.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -77,8 +75,6 @@ FIGURE_SCRIPT = "analysis/figures.py"
 MEMBERSHIP = "PENSIEVE_SWEEP"
 RESOLVED_FILE = "config.resolved.yaml"
 _SHOWN_FILES = (".png", ".md")  # of a figure's files: the picture, or the table
-WORTH_A_START_S = 5.0
-"""What the rest of a sweep must take in this process for others to be started: each imports for a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,37 +104,30 @@ class OpenSweep:
         tracking = self.opened()
         try:
             yield tracking
-        except KeyboardInterrupt:
-            ends_interrupted()
-            tracking.store.set_sweep(self.sweep_id, status="interrupted")
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            if interrupted:
+                ends_interrupted()
+            tracking.store.interrupt_dead()
+            tracking.store.set_sweep(self.sweep_id, status="interrupted" if interrupted else "failed")
+            if not interrupted:
+                raise
             say("Interrupted; the trial is marked so, and the same command runs what is missing.")
             sys.exit(INTERRUPTED)
-        except Exception:
-            tracking.store.interrupt_dead()
-            tracking.store.set_sweep(self.sweep_id, status="failed")
-            raise
         finally:
             end_kept()
 
     def run(self, folder: Path, jobs: Jobs, configs: Sequence[dict[str, Any]], beside: bool) -> None:
-        """Run the jobs, side by side if asked to and where that is worth it. folder: for theirs. configs: resolved."""
+        """Run the jobs, side by side if asked to. folder: for theirs. configs: resolved."""
         with self.running() as tracking, shelf.open_shelf():
             under = folder if tracking.kept else tracking.outputs
+            count = min(processes_here(), len(configs)) if beside else 1
             waiting = [
-                self.job(number, overrides, config, under / str(number))
+                replace(self.job(number, overrides, config, under / str(number)), shown=count == 1)
                 for number, (overrides, config) in enumerate(zip(jobs.jobs, configs, strict=True))
             ]
-            most = processes_here() if beside else 1
-            began, place = time.monotonic(), 0
-            with performing(tracking, 1) as perform:
-                for place, (job, outcome) in enumerate(perform(waiting), start=1):
-                    self.note(job, outcome, tracking)
-                    took_s, began = time.monotonic() - began, time.monotonic()
-                    if most > 1 and not outcome.reused and took_s * (len(waiting) - place) > WORTH_A_START_S:
-                        break
-            left = [replace(job, shown=False) for job in waiting[place:]]
-            with performing(tracking, max(1, min(most, len(left)))) as perform:
-                for job, outcome in perform(left):
+            with performing(tracking, count) as perform:
+                for job, outcome in perform(waiting):
                     self.note(job, outcome, tracking)
 
     def note(self, job: Job, outcome: Outcome, tracking: Tracking) -> None:
@@ -290,11 +279,15 @@ def processes_here() -> int:
 
 @contextmanager
 def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
-    """So many trials at a time; with one, in this process. After Ctrl-C those under way are found dead in the database."""
+    """So many simulated trials at a time; with one, in this process. After Ctrl-C those under way are dead.
+
+    A fork brings all that was imported and read here, which takes as long as a short trial.
+    """
     if processes == 1:
         yield lambda jobs: ((job, outcome_of(job, tracking, say)) for job in jobs)
         return
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (this_process(),))
+    fork = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(processes, fork, _begin, (this_process(),))
 
     def perform(jobs: Sequence[Job]) -> Iterator[tuple[Job, Outcome]]:
         futures = {pool.submit(_outcome_here, job, tracking.outputs): job for job in jobs}
@@ -319,7 +312,7 @@ def _begin(owner: Owner) -> None:
 
 def _outcome_here(job: Job, outputs: Path) -> Outcome:
     tracking = open_tracking(TrackingConfig.model_validate(job.config["tracking"]), outputs)
-    return outcome_of(job, replace(tracking, mlflow=False), lambda _: None)
+    return outcome_of(job, replace(tracking, mlflow=False), say)
 
 
 def outcome_of(job: Job, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
