@@ -73,10 +73,8 @@ RAG = {
 }  # fmt: skip
 
 
-def test_ragpulse_uses_the_lengths_of_its_folder_or_divides_evenly_and_says_so(tmp_path):
-    trace = lines(tmp_path / "0_trace.jsonl", RAG, {**RAG, "timestamp": "30", "input_length": 85})
-    alone = load(trace, "ragpulse")
-    assert alone.conversations[0].calls[0].content.pieces == ((1, 25), (2, 25), (3, 25), (4, 25))
+def test_ragpulse_uses_the_lengths_of_its_folder(tmp_path):
+    lines(tmp_path / "0_trace.jsonl", RAG, {**RAG, "timestamp": "30", "input_length": 85})
     sizes = ({"sys_prompt_id": one, "token_length": length} for one, length in ((1, 30), (2, 10)))
     lines(tmp_path / "1_sys_prompt.jsonl", *sizes)
     lines(tmp_path / "2_passages.jsonl", {"passage_id": 3, "token_length": 40})
@@ -86,9 +84,7 @@ def test_ragpulse_uses_the_lengths_of_its_folder_or_divides_evenly_and_says_so(t
         (0.0, ((1, 30), (2, 10), (3, 40), (4, 20))),
         (3.0, ((1, 30), (2, 10), (3, 40), (4, 5))),
     ]
-    assert "published with the trace" in recording.rule and "divided evenly" in alone.rule
     assert pieces({"history": [1, 2, 3]}, 10, {1: 50}) == ((1, 10),)
-    assert pieces({"history": [1, 2, 3]}, 10, {}) == ((1, 3), (2, 3), (3, 4))
 
 
 @pytest.mark.parametrize(

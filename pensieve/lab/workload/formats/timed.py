@@ -159,17 +159,15 @@ def qwen_bailian(reader: Reader) -> Recording:
     return _recording("qwen", rows, [root[row.chat_id] for row in rows], QWEN_RULE, facts)
 
 
-# RAGPulse: JSON lines with a time in seconds as text, two lengths, a session, and hashes of the prompt's components.
+# RAGPulse: JSON lines with a time in seconds as text, two lengths, a session, and hashes of the prompt's components; beside
+# them files with the tokens of each hash.
 
 COMPONENTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 TRACE, LENGTHS = "0_trace.jsonl", "[1-5]_*.jsonl"
 RAGPULSE_RULE = (
     "Requests with one session id are a conversation. Every request carries its whole prompt: system prompt, passages, "
-    "history, web search, user input, in this order; equal hashes begin with equal tokens. {lengths}"
-)
-KNOWN = "The components' lengths are those published with the trace, the last one cut or prolonged to the input length."
-UNKNOWN = (
-    "The components' lengths were not given (the path is no folder with them): the input length is divided evenly."
+    "history, web search, user input, in this order; equal hashes begin with equal tokens. Their lengths are those published "
+    "with the trace, the last one cut or prolonged to the input length. A component without one has no tokens."
 )
 
 
@@ -179,8 +177,6 @@ class RAGPulse(Timed):
 
 
 class _Component(Entry):
-    """A line of the files with the tokens of each hash."""
-
     hash: int = Field(
         validation_alias=AliasChoices("sys_prompt_id", "passage_id", "history_id", "user_input_id", "web_search_id")
     )
@@ -188,29 +184,25 @@ class _Component(Entry):
 
 
 def ragpulse(reader: Reader) -> Recording:
-    """The path is the trace alone, or the folder that holds it and the lengths (a configuration is identified by the
-    content of its path, so files that merely lie beside a trace are not read).
-    """
+    """The path is the folder."""
     lengths: dict[int, int] = {}
-    for file in sorted(reader.path.glob(LENGTHS)):
+    for file in reader.files(LENGTHS):
         lengths.update((one.hash, one.token_length) for one in reader.entries(_Component.model_validate, file))
-    file = reader.path / TRACE if reader.path.is_dir() else reader.path
-    rows = sorted(reader.entries(RAGPulse.model_validate, file), key=_AT)
+    [trace] = reader.files(TRACE)
+    rows = sorted(reader.entries(RAGPulse.model_validate, trace), key=_AT)
     contents = [Parts(pieces(row.hash_ids, row.prompt, lengths)) for row in rows]
-    rule = RAGPULSE_RULE.format(lengths=KNOWN if lengths else UNKNOWN)
-    return _recording("ragpulse", rows, [row.session_id for row in rows], rule, contents=contents)
+    return _recording("ragpulse", rows, [row.session_id for row in rows], RAGPULSE_RULE, contents=contents)
 
 
 def pieces(
     components: Mapping[str, Sequence[int]], tokens: int, lengths: Mapping[int, int]
 ) -> tuple[tuple[int, int], ...]:
-    """(hash, tokens) of each component, `tokens` in all: of known length, or even shares of what is left to divide."""
+    """(hash, tokens) of each component, `tokens` in all."""
     hashes = [one for name in COMPONENTS for one in components.get(name, ())]
     found: list[tuple[int, int]] = []
     left = tokens
     for place, one in enumerate(hashes):
-        last = place == len(hashes) - 1
-        share = left if last else min(left, lengths.get(one, left // (len(hashes) - place)))
+        share = left if place == len(hashes) - 1 else min(left, lengths.get(one, 0))
         if share:
             found.append((one, share))
         left -= share
