@@ -308,7 +308,10 @@ class _Planner:
         axes = "; ".join(f"{axis} = {', '.join(sizes)}" for axis, sizes in q.axes.items())
         shape = " x ".join(str(len(sizes)) for sizes in q.axes.values())
         say(f"Map of {shape} sizes, {len(q.seeds)} seed{'s' * (len(q.seeds) > 1)}: {axes}")
-        with performing(self.tracking, self._processes()) as perform:
+        processes = self.settings.processes or processes_here()
+        if not self.config.hardware.simulated:
+            processes = 1  # real trials wait for their device
+        with performing(self.tracking, processes) as perform:
             while tasks := self._wanted(self._map()):
                 began = time.monotonic()
                 for count, (job, outcome) in enumerate(perform([self._job(task) for task in tasks]), start=1):
@@ -337,11 +340,6 @@ class _Planner:
         folder = self.folder if self.tracking.kept else self.tracking.outputs
         config = resolved(self.load.of(*self.question.sizes(place), seed))
         return Job(title, folder / str(number), config, self.sweep_id, number, preflight=False, shown=False)
-
-    def _processes(self) -> int:
-        if not self.config.hardware.simulated:
-            return 1  # real trials wait for their device
-        return self.settings.processes or processes_here()
 
     def _note(self, job: Job, outcome: Outcome, head: str) -> None:
         task = self.question.where(job.number)

@@ -257,8 +257,9 @@ class HotnessWorkload(Playback):
         writer = ScriptWriter(context, max_new_tokens, free)
         labels = [class_of(user, users) for user in range(users)]
         numbers = count()
+        each = {label: int(INTERVALS["cold"] / interval + 0.5) for label, interval in INTERVALS.items()}
         shares = [
-            [writer.write(next(numbers), turns, label=label) for _ in range(conversations * _share(label))]
+            [writer.write(next(numbers), turns, label=label) for _ in range(conversations * each[label])]
             for label in labels
         ]
         measured = list(chain(*shares))
@@ -278,8 +279,3 @@ class HotnessWorkload(Playback):
 def class_of(user: int, users: int) -> str:
     """The class of user `user` (from 0) among `users`: thirds in the order hot, warm, cold."""
     return list(INTERVALS)[user * len(INTERVALS) // users]
-
-
-def _share(label: str) -> int:
-    """How many conversations a user of this class has for each one of a cold user: the ratio of the intervals, rounded."""
-    return int(INTERVALS["cold"] / INTERVALS[label] + 0.5)

@@ -261,18 +261,15 @@ class Playback:
             first = [share.pop() for share in self._shares]
             return [self._arrival(talk, 1, now + self._pause_s(talk, 0)) for talk in first]
         if isinstance(self._arrivals, Recorded):
-            return self._as_recorded(now, self._arrivals.scale)
+            calls = [(talk, turn, step) for talk in self._measured for turn, step in enumerate(talk.steps, start=1)]
+            calls.sort(key=lambda call: (call[2].at_s, call[2].order))
+            self._began, scale = (now, calls[0][2].at_s), self._arrivals.scale
+            return [self._arrival(talk, turn, self._due_s(step, scale)) for talk, turn, step in calls]
         arrivals = []
         for index, talk in enumerate(talk for talk in self._measured if talk.begun is None):
             now += exponential(self._arrivals.interval_s, self._context.seed, "arrival", index) if index else 0.0
             arrivals.append(self._arrival(talk, 1, now))
         return arrivals
-
-    def _as_recorded(self, now: float, scale: float) -> list[Arrival]:
-        calls = [(talk, turn, step) for talk in self._measured for turn, step in enumerate(talk.steps, start=1)]
-        calls.sort(key=lambda call: (call[2].at_s, call[2].order))
-        self._began = now, calls[0][2].at_s
-        return [self._arrival(talk, turn, self._due_s(step, scale)) for talk, turn, step in calls]
 
     def _due_s(self, step: Step, scale: float) -> float:
         """When a recorded turn is due, once the first has begun."""

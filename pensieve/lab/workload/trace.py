@@ -87,8 +87,10 @@ def trace_workload(
             raise ConfigError(
                 f"workload.format={recording.format} has a time for each request; leave workload.users alone."
             )
-    chosen, parts = _part(part)
-    people = [one for one in inside if one.begun is None and part_of(one.id, parts) == chosen]
+    halves = re.fullmatch(r"([1-9][0-9]?)/([1-9][0-9]?)", part or "1/1")
+    if halves is None or int(halves[1]) > int(halves[2]):
+        raise ConfigError(f"workload.part={part!r} is none; 1/2 is the first of two parts, 2/2 the second.")
+    people = [one for one in inside if one.begun is None and part_of(one.id, int(halves[2])) == int(halves[1])]
     if not people:
         raise ConfigError(f"workload.part={part} has no conversation; leave it null.")
     order = shuffled(len(people), context.seed, "conversations") if conversations else range(len(people))
@@ -124,15 +126,6 @@ def trace_workload(
         facts=facts,
         hints=hint == "recorded",
     )
-
-
-def _part(text: str | None) -> tuple[int, int]:
-    """ "2/3" as (2, 3); everything as (1, 1). Raises ConfigError."""
-    found = re.fullmatch(r"([1-9][0-9]?)/([1-9][0-9]?)", text or "1/1")
-    chosen, parts = (int(found[1]), int(found[2])) if found else (1, 0)
-    if chosen > parts:
-        raise ConfigError(f"workload.part={text!r} is none; 1/2 is the first of two parts, 2/2 the second.")
-    return chosen, parts
 
 
 def begun_by(

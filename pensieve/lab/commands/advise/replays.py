@@ -145,15 +145,11 @@ def sample(conversations: Sequence[Conversation], seconds: float, block_tokens: 
     left = seconds
     for index in shuffled(len(conversations), 0, "advise"):
         one = conversations[index]
-        left -= sum(REQUEST_S + BLOCK_S * _tokens(call) / block_tokens for call in one.calls)
+        left -= sum(REQUEST_S + BLOCK_S * getattr(call.content, "tokens", 0) / block_tokens for call in one.calls)
         if left < 0 and chosen:
             break
         chosen.append(index)
     return [conversations[index] for index in sorted(chosen)]
-
-
-def _tokens(call: Call) -> int:
-    return getattr(call.content, "tokens", 0)
 
 
 def moved(conversations: Sequence[Conversation], edge: int) -> list[Conversation]:
