@@ -9,7 +9,6 @@ import torch
 
 from pensieve.core.plan import Moved, Row, Sample
 from pensieve.device.graphs import buckets_up_to
-from pensieve.device.transfers import cuda_link
 from pensieve.device.worker import TorchOptions
 from pensieve.errors import HardwareMissing
 from pensieve.serve.systems.profiling import swap_in, swap_out
@@ -27,7 +26,7 @@ DEEP = TorchOptions(depth=2, max_batch_requests=REQUESTS)
     [
         ("llama", True, "load", 5),
         *(
-            pytest.param(*one, 24, marks=pytest.mark.slow)
+            pytest.param(*one, 12, marks=pytest.mark.slow)
             for one in (("gemma2", True, "hybrid"), ("llama", False, "load"))
         ),
     ],
@@ -40,7 +39,7 @@ def test_conversations(device, name, fused, mode, turns):
     )
     paths = served.paths
     wrong, total = wrong_tokens(served.engine.turns, name)
-    assert wrong == 0 and total > (20 if turns == 5 else 150), f"{wrong} of {total} tokens are wrong"
+    assert wrong == 0 and total > (20 if turns == 5 else 75), f"{wrong} of {total} tokens are wrong"
     assert served.replays > 10
     if turns > 5:
         assert paths.gpu_hit and paths.cpu_restore and paths.preempted and paths.recompute
@@ -138,25 +137,6 @@ def test_a_capture_that_fails_leaves_the_eager_forward(device, monkeypatch):
     token = hand.step(hand.decode(40)).tokens[0]
     assert plain_token(known) == token
     assert not device.findings
-    hand.close()
-
-
-@needs_triton
-@pytest.mark.parametrize(("graphs", "waits"), [(True, 1), (False, 2)])
-def test_a_replay_waits_once_for_a_load(device, monkeypatch, graphs, waits):
-    """For its last layer, which comes last; the eager forward waits for each of its two layers."""
-    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1, graphs=graphs))
-    known = hand.prompt()
-    hand.step(moves=(swap_out(1, (3, 4), (0, 1)),))
-    hand.worker.transfer.finish()
-    device.forget()
-    device.lag = 200
-    held = []
-    hold = cuda_link.CudaLink.hold_compute
-    monkeypatch.setattr(cuda_link.CudaLink, "hold_compute", lambda self, mark: (held.append(mark), hold(self, mark)))
-    result = hand.step(hand.decode(40), tables=((0, 0, (20, 21)),), moves=(swap_in(2, (0, 1), (20, 21)),))
-    assert len(held) == waits and not device.findings, listed(device.findings)
-    assert plain_token(known) == result.tokens[0]
     hand.close()
 
 

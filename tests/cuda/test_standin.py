@@ -123,27 +123,6 @@ def test_what_breaks_a_rule_is_found(device, name):
     assert kinds(device) == found, listed(device.findings)
 
 
-@pytest.mark.parametrize("tail", [False, True])
-def test_a_block_is_overwritten_while_it_is_copied(device, tail):
-    """Its second half may be, where nobody reads that half from the copy."""
-    device.lag = 100
-    pool, kept = torch.zeros(8, device=SIDE), pinned()
-    device.watch_pool(pool.inner, pool.memory, 16, "pool")  # two cells of four elements
-    device.watch_pool(kept, device.pinned_memory(kept), 16, "kept")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        kept.copy_(pool, non_blocking=True)
-    pool[4:].fill_(1.0)
-    torch.cuda.current_stream().wait_event(side.record_event())
-    back = torch.zeros(8, device=SIDE)
-    device.watch_pool(back.inner, back.memory, 16, "back")
-    back.copy_(kept, non_blocking=True)
-    assert not device.findings, listed(device.findings)
-    (back[:4] if tail else back[4:]).sum()
-    assert kinds(device) == (set() if tail else {"torn"})
-
-
 BREAKS = {
     "item": lambda x: x[0].item(),
     "from the host": lambda x: x.copy_(pinned(), non_blocking=True),
@@ -242,23 +221,3 @@ def test_each_is_found(device, monkeypatch, mutate, kind, places):
     scenario(device)
     found = [finding for finding in device.findings if finding.kind == kind]
     assert any(place in finding.where for finding in found for place in places.split("|")), listed(device.findings)
-
-
-@pytest.mark.parametrize("quarantine", [True, False])
-@needs_triton
-def test_a_block_given_to_a_load_while_a_plan_still_writes_it(device, quarantine):
-    """What the cache's quarantine prevents. (The engine guards it a second time: it gives up the blocks of a request only
-    once every plan that computes it is collected, so that conversations alone do not show the fault.)"""
-    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2))
-    hand.prompt(0)
-    hand.prompt(1, first_block=20)
-    hand.step(moves=(swap_out(1, (20, 21), (0, 1)),))
-    hand.worker.transfer.finish()
-    device.forget()
-    device.lag = 200
-    hand.launch(hand.decode(40))  # writes to block 8
-    if quarantine:
-        hand.collect()
-    hand.launch(moves=(swap_in(2, (0, 1), (7, 8)),))
-    assert ("race" in {finding.kind for finding in device.findings}) != quarantine, listed(device.findings)
-    hand.close()
