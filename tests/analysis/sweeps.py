@@ -56,10 +56,6 @@ class Drawn:
         return [" ".join(text.get_text().split()) for text in written(self.figure)]
 
     @property
-    def ticks(self) -> list[str]:
-        return [tick.get_text() for axes in self.figure.axes for tick in axes.get_xticklabels()]
-
-    @property
     def clipped(self) -> list[str]:
         """Texts that reach over the edge of a figure, which is one column wide."""
         assert self.figure.get_figwidth() == pytest.approx(style.WIDTH_IN)

@@ -48,7 +48,7 @@ def test_decode_and_prefill_stand_beside_their_peers(model, tmp_path, monkeypatc
     steps.run_decode(bench)
     assert bench.gaps == []
     (result,) = bench.results["decode"]
-    assert [m.backend for m in result.measured] == ["ours", "transformers_generate"]
+    assert [m.backend for m in result.measured] == ["ours", "transformers"]
     assert all(m.values for m in result.measured), [m.error for m in result.measured]
     assert result.measured[0].engine["engine"] == "torch"
     monkeypatch.setitem(steps._PREFILLS, "cpu", (48,))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +24,6 @@ from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.build import torch_options
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.results.frame import served_by
-from pensieve.lab.statistics import median
 from pensieve.plugins.device.shelf import take_model
 from pensieve.serve.systems.base import WallClock
 from pensieve.sim.roofline import attended_pairs
@@ -38,7 +36,6 @@ ON_GPU, ON_CPU = "llama3_8b", "llama_25m"
 _DECODES = {"cuda": ((1, 1024), (32, 1024), (64, 1024), (128, 1024)), "cpu": ((1, 500), (8, 512))}
 _PREFILLS = {"cuda": (2048, 8192), "cpu": (768,)}
 _STEPS = {"cuda": 32, "cpu": 8}
-_PEER_STEPS = {"cuda": 12, "cpu": 8}  # of generate: some 30 ms a step on any GPU, since Python launches its kernels
 _PREFILL_TOKENS = 8192  # of one plan
 _PEER_TOKENS = 16384  # of one forward of the peer, so that its activations fit beside the pools
 _GRAPH_ROWS = 64  # recorded at least
@@ -96,7 +93,7 @@ def run_decode(bench: Bench) -> None:
         _measure_decode(bench, model, module, batch, context)
     bench.note(
         "limit: weights and KV of a step at the copy bandwidth measured in this run, or its operations at the matrix rate "
-        "where that is longer. transformers_generate: the time between tokens."
+        "where that is longer. transformers: sdpa, one forward a token over its DynamicCache."
     )
 
 
@@ -113,10 +110,10 @@ def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, c
     bench.measure_limits()
     stepper = Stepper(model, batch, context, _options(bench, batch))
     stepper.fill()
-    peer = Generate(module, batch, context, spec.vocab)
+    peer = Greedy(module, batch, context, spec.vocab)
     ways: dict[str, Callable[[], float]] = {
         OURS: lambda: stepper.decode(batch, _STEPS[kind]),
-        "transformers_generate": partial(peer.step_ms, _PEER_STEPS[kind]),
+        "transformers": partial(peer.step_ms, _STEPS[kind]),
     }
     times = in_turn(ways, bench.rounds(5))
     engine = stepper.worker.settings()
@@ -256,56 +253,30 @@ def prompts(batch: int, context: int, vocab: int) -> list[list[int]]:
     return [[(slot * 31 + 7 * i) % (vocab - 1) + 1 for i in range(context)] for slot in range(batch)]
 
 
-class Generate:
-    """A decode step of `module.generate` over a cache that holds the context already."""
+class Greedy:
+    """Decode steps of a transformers module over a cache that holds the context already, each token the likeliest."""
 
     def __init__(self, module: Any, batch: int, context: int, vocab: int) -> None:
         self._module, self._context = module, context
         self._ids = torch.tensor(prompts(batch, context + 1, vocab), device=module.device)
         self._cache: Any = None
 
-    def _filled(self) -> Any:
-        from transformers import DynamicCache
-
-        if self._cache is None:
-            self._cache = DynamicCache(config=self._module.config)
-            batch = len(self._ids)
-            for part in self._ids[:, : self._context].split(max(1, _PEER_TOKENS // batch), dim=1):
-                self._module(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        return self._cache
-
     def step_ms(self, steps: int) -> float:
-        """The median time between two tokens of one generate call; its prefill is left out."""
-        from transformers import StoppingCriteriaList
-
-        clock = _TokenClock()
+        """The mean time of so many steps."""
         with torch.inference_mode():
-            self._module.generate(
-                self._ids,
-                attention_mask=torch.ones_like(self._ids),
-                max_new_tokens=steps + 2,
-                min_new_tokens=steps + 2,
-                do_sample=False,
-                pad_token_id=0,
-                stopping_criteria=StoppingCriteriaList([clock]),
-                past_key_values=self._filled(),
-            )
-        self._cache.crop(self._context - self._cache.get_seq_length())  # negative: how many tokens to take off
-        return clock.gap_ms()
+            if self._cache is None:
+                self._cache = transformers.DynamicCache(config=self._module.config)
+                for part in self._ids[:, :-1].split(max(1, _PEER_TOKENS // len(self._ids)), dim=1):
+                    self._forward(part)
+            token = self._ids[:, -1:]
+            synchronize(token.device)
+            began = perf_counter()
+            for _ in range(steps):
+                token = greedy(self._forward(token).logits[:, -1])[:, None]
+            synchronize(token.device)
+            took_ms = (perf_counter() - began) * 1e3 / steps
+            self._cache.crop(self._context - self._cache.get_seq_length())  # negative: how many tokens to take off
+        return took_ms
 
-
-class _TokenClock:
-    """A stopping criterion that never stops and notes the time at which it is asked: once a token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        if input_ids.device.type == "cuda":
-            torch.cuda.synchronize(input_ids.device)
-        self.times.append(perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def gap_ms(self) -> float:
-        gaps = [b - a for a, b in pairwise(self.times[1:])]  # the first holds the prefill
-        return median(gaps) * 1e3
+    def _forward(self, ids: torch.Tensor) -> Any:
+        return self._module(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
