@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -193,10 +192,7 @@ def create_app(state: App) -> FastAPI:
         if state.on_close is not None:
             state.on_close()
 
-    told: dict[int | str, dict[str, Any]] = {
-        code: {"description": HTTPStatus(code).phrase} for code in (400, 401, 403, 404, 413, 429, 503)
-    }
-    app = FastAPI(title="Pensieve", lifespan=lifespan, docs_url=None, redoc_url=None, responses=told)
+    app = FastAPI(title="Pensieve", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictRoute
     app.add_middleware(Gate, state=state)
     for error in (PensieveError, HTTPException, RequestValidationError):

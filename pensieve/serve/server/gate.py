@@ -148,15 +148,12 @@ class Gate:
         tenant = scope["pensieve.tenant"] = state.tenants.get(digest(key)) if state.tenants else ""
         if tenant is None and path not in OPEN:
             raise HTTPException(401, "The API key is missing or wrong; send it as Authorization: Bearer KEY.")
-        if not state.tenants and not _local(headers.get("host", "")):
+        host = headers.get("host", "")
+        name, _, port = host.rpartition(":")
+        if not state.tenants and host and not _loopback(name if port.isdigit() else host):
             raise HTTPException(403, "Without API keys this server answers to 127.0.0.1 and localhost only.")
         if state.server is None and path not in OPEN:
             raise HTTPException(503, state.failure or "The engine is still loading.")
-
-
-def _local(host: str) -> bool:
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    return name in ("127.0.0.1", "localhost", "[::1]", "")
 
 
 class StrictRoute(APIRoute):
