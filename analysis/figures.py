@@ -6,18 +6,18 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
 from analysis import registry
-from analysis.registry import Drawing
+from analysis.registry import Drawing, Figure
 from analysis.sweep import Source, open_source
 from pensieve.errors import PensieveError, ResultsError
 from pensieve.lab.compose.conf import outputs_folder
-from pensieve.lab.results.store import LATEST, ResultsStore, figures_folder, open_store
+from pensieve.lab.results.store import LATEST, figures_folder, open_store
 from pensieve.units import Table, grid
 
 _WIDTH = 120  # of a terminal that does not say
@@ -32,19 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems: list[str] = []
 
     def draw() -> None:
-        store = chosen_store(options)
-        if options.names:
-            problems.extend(_draw_named(store, options))
-        else:
-            source = chosen_source(store, options, options.sweep)
-            drawings, failed = draw_all(source, _folder_of(options, source.sweep.id))
-            problems.extend(failed)
-            _print_paths(drawings)
-            others = sum(not (figure.asked or figure.holds(source)) for figure in registry.FIGURES.values())
-            if others:
-                print(f"{others} figures need other experiments (--help names them).", file=sys.stderr)
-            if not drawings and not failed:
-                print(f"Sweep {source.sweep.id} supports no figure; `{source.command}` completes it.", file=sys.stderr)
+        source = chosen_source(options)
+        named = [registry.FIGURES[name] for name in options.names]
+        drawings, failed = draw_all(source, _folder_of(options, source.sweep.id), named)
+        problems.extend(failed)
+        for one in drawings:
+            if named and one.table is not None:
+                show(one.table, " · ".join(filter(None, [one.title, one.panel.text])), one.caption)
+            print(*one.paths, sep="\n")
+        others = sum(not (figure.asked or figure.holds(source)) for figure in registry.FIGURES.values())
+        if others and not named:
+            print(f"{others} figures need other experiments (--help names them).", file=sys.stderr)
+        if not drawings and not failed:
+            print(f"Sweep {source.sweep.id} supports no figure; `{source.command}` completes it.", file=sys.stderr)
 
     status = guarded(options, draw)
     for problem in problems:
@@ -52,16 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if problems else status
 
 
-def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
-    """The drawings of the figures that apply to the sweep, and a sentence for each figure that could not be drawn though
-    it applies (a series is missing, trials must not be mixed, or the figure has a fault)."""
+def draw_all(source: Source, folder: Path, named: Sequence[Figure] = ()) -> tuple[list[Drawing], list[str]]:
+    """The drawings of the figures that apply to the sweep, or of those named, and a sentence for each that could not be drawn
+    (a series is missing, trials must not be mixed, or the figure has a fault)."""
     drawings: list[Drawing] = []
     problems = []
     applying = [figure for figure in registry.FIGURES.values() if not figure.asked and figure.holds(source)]
-    for figure in [figure for figure in applying if figure.alone] or applying:
+    for figure in named or [figure for figure in applying if figure.alone] or applying:
         try:
             drawings += figure.draw(source, folder)
-        except ResultsError as error:
+        except PensieveError as error:
             problems.append(f"{figure.name}: {error}")
         except OSError:
             raise
@@ -83,28 +83,6 @@ def _folder_of(options: argparse.Namespace, sweep_id: int) -> Path:
         new.symlink_to(folder.name, target_is_directory=True)
         new.replace(link)
     return folder
-
-
-def _draw_named(store: ResultsStore, options: argparse.Namespace) -> Iterator[str]:
-    """Draw the figures that were asked for, tables printed too; yields why one could not be drawn."""
-    for name in options.names:
-        figure = registry.FIGURES[name]
-        try:
-            source = chosen_source(store, options, options.sweep)
-            drawings = figure.draw(source, _folder_of(options, source.sweep.id))
-        except PensieveError as error:
-            yield str(error)
-            continue
-        for one in drawings:
-            if one.table is not None:
-                show(one.table, " · ".join(filter(None, [one.title, one.panel.text])), one.caption)
-        _print_paths(drawings)
-
-
-def _print_paths(drawings: Sequence[Drawing]) -> None:
-    for drawing in drawings:
-        for path in drawing.paths:
-            print(path)
 
 
 # The part of the command line that figures and reports share
@@ -146,16 +124,13 @@ def guarded(options: argparse.Namespace, draw: Callable[[], None]) -> int:
     return 0
 
 
-def chosen_store(options: argparse.Namespace) -> ResultsStore:
+def chosen_source(options: argparse.Namespace) -> Source:
     variable = options.url_env
     if variable is not None and not os.environ.get(variable):
         raise ResultsError(f"The environment variable {variable} is not set; put the database's URL into it.")
-    return open_store(outputs_folder(), os.environ[variable] if variable else None, create=False)
-
-
-def chosen_source(store: ResultsStore, options: argparse.Namespace, sweep_id: int | None) -> Source:
+    store = open_store(outputs_folder(), os.environ[variable] if variable else None, create=False)
     wanted = [name.strip() for name in options.baselines.split(",")] if options.baselines else []
-    return open_source(store, sweep_id, wanted, options.allow_mixed, options.also)
+    return open_source(store, options.sweep, wanted, options.allow_mixed, options.also)
 
 
 def show(table: Table, title: str, note: str, console: Console | None = None) -> None:

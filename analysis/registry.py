@@ -119,9 +119,7 @@ class Figure(BaseModel, frozen=True, extra="allow"):
     def draw(self, source: Source, folder: Path) -> list[Drawing]:
         """Write the files of each panel. Raises MissingSeries where it cannot be drawn from this sweep, and MixedPanel."""
         if not self.holds(source):
-            raise MissingSeries(
-                f"{self.name} needs other trials than sweep {source.sweep.id} has; run `{self.command}`."
-            )
+            raise MissingSeries(f"It needs other trials than sweep {source.sweep.id} has; run `{self.command}`.")
         return [_publish(self, source, plot, folder) for plot in self.plots(source)]
 
 

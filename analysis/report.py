@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outputs = outputs_folder()
     try:
         claims = read_claims(options.claims or conf_folder() / "claims.yaml")
-        source = figures.chosen_source(figures.chosen_store(options), options, options.sweep)
+        source = figures.chosen_source(options)
         path = options.to or report_file(outputs, source.sweep.id)
         path.parent.mkdir(parents=True, exist_ok=True)
         judged = judge_sweep(source.store, source.sweep.id, claims)

@@ -248,13 +248,8 @@ def find_window(
         if warm_s > start:
             flags["late_warmup"] = "Warm-up turns were still running when the measurement window began."
         inside = completed_between(start, end)
-        if inside == 0:
-            flags["none_in_window"] = (
-                f"No turn finished in the measurement window of {end - start:.3g} s, so there is no throughput; "
-                "makespan_output_tok_s counts all of them."
-            )
-        elif inside < FEWEST_TURNS:
-            flags["few_turns"] = f"Only {inside} turns finished in the measurement window."
+        if inside < FEWEST_TURNS:
+            flags["few_turns"] = f"Only {inside} turns finished in the measurement window of {end - start:.3g} s."
     middle = (start + end) / 2
     late = tokens_between(middle, end)
     early = tokens_between(start, end) - late

@@ -118,4 +118,4 @@ def test_named_figures_are_drawn_and_one_that_does_not_apply_is_told_with_its_co
     assert {path.name for path in (outputs / "figures" / "latest").glob("speedup*")} == {
         "speedup.md", "speedup.csv", "speedup.json"
     }  # fmt: skip
-    assert told.err.startswith("goodput needs other trials than sweep 1 has; run `python runners/run.py")
+    assert told.err.startswith("goodput: It needs other trials than sweep 1 has; run `python runners/run.py")

@@ -168,6 +168,7 @@ def test_a_metric_of_a_trial_is_compared_by_seed_or_taken_as_it_is():
     [
         ([(1.0, 50.0), (2.0, 100.0), (3.0, 200.0)], 2.5),
         ([(1.0, 50.0), (2.0, 150.0)], None),  # reached, not passed
+        ([(1.0, 50.0), (2.0, 150.0), (3.0, 200.0)], 2.0),
         ([(1.0, 200.0), (2.0, 100.0), (3.0, 300.0)], 2.25),  # noise below the knee: the last crossing counts
         ([(1.0, 50.0), (2.0, 60.0)], None),
         ([(1.0, 250.0), (2.0, 260.0)], None),

@@ -27,10 +27,10 @@ def test_tokens_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.Monke
         ("a", 1): [1, 2, 3], ("ü/1", 2): [9, 8], ("b", 1): [2**31 - 1],
     }  # fmt: skip
     assert found["a", 1].margins.tolist() == [0.5] * 3
-    assert found["a", 1].emitted_s.tolist() == [0.0, 1.0, 2.0]
     table = pq.read_table(path)
     assert table.column_names == ["session", "turn", "position", "token_id", "margin", "emitted_s"]
     assert table["margin"].to_pylist() == [0.5, 0.5, 0.5, None, None, 0.5]
+    assert table["emitted_s"].to_pylist() == [0.0, 1.0, 2.0, None, None, 0.0]
     assert table["position"].to_pylist() == [0, 1, 2, 0, 1, 0]
     assert [p.name for p in path.parent.iterdir()] == ["tokens.parquet"]
 

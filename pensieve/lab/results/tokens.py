@@ -108,11 +108,10 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
-    """token_ids int32 [tokens]; margins float32 and emitted_s float64 [tokens], NaN where not known."""
+    """token_ids int32 [tokens]; margins float32 [tokens], NaN where not known."""
 
     token_ids: NDArray[np.int32]
     margins: NDArray[np.float32]
-    emitted_s: NDArray[np.float64]
 
 
 def read_tokens(path: Path) -> dict[tuple[str, int], TurnTokens]:
@@ -130,11 +129,10 @@ def read_tokens(path: Path) -> dict[tuple[str, int], TurnTokens]:
     turn, position = table["turn"].to_numpy(), table["position"].to_numpy()
     tokens = table["token_id"].to_numpy()
     margins = table["margin"].to_numpy().astype(np.float32)
-    emitted = table["emitted_s"].to_numpy().astype(np.float64)
     starts = np.flatnonzero(position == 0)  # a turn is written in one piece
     stops = np.append(starts[1:], len(position))
     return {
-        (str(session[a]), int(turn[a])): TurnTokens(tokens[a:b], margins[a:b], emitted[a:b])
+        (str(session[a]), int(turn[a])): TurnTokens(tokens[a:b], margins[a:b])
         for a, b in zip(starts, stops, strict=True)
     }
 
