@@ -15,7 +15,7 @@ from pensieve.lab.workload.base import Count, WorkloadContext
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats.reading import Entry, Reader
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded, lengths_of
-from pensieve.lab.workload.recording import Call, Conversation, Parts
+from pensieve.lab.workload.recording import Call, Parts, grouped
 
 RULE = "Every request is a conversation of its own; prompts that began alike begin alike, by whole blocks of 16 tokens."
 
@@ -47,21 +47,11 @@ def vllm_run(
             "This needs workload.path=FILE, the requests.jsonl of a run of vLLM; set it, or workload.run=NAME."
         )
     requests = read_run(Path(path)) if path is not None else shipped_run(str(run))
-    conversations = [
-        Conversation(
-            f"request-{index}",
-            (
-                Call(
-                    Parts(tuple(_pieces(requests, index, request.input_tokens))),
-                    request.output_tokens,
-                    request.arrival_s,
-                    continues=False,
-                    order=index,
-                ),
-            ),
-        )
-        for index, request in enumerate(requests)
-    ]
+    contents = [Parts(tuple(_pieces(requests, index, one.input_tokens))) for index, one in enumerate(requests)]
+    conversations = grouped(
+        (f"request-{index}", Call(content, one.output_tokens, one.arrival_s, continues=False, order=index))
+        for index, (one, content) in enumerate(zip(requests, contents, strict=True))
+    )
     measured, left_out = fitted(conversations, Fit(context))
     real = {conversation.id: request for conversation, request in zip(conversations, requests, strict=True)}
     return VllmRun(
