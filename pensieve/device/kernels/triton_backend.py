@@ -72,12 +72,10 @@ class Tiles:
 _TILES = {
     (2, True): (
         Tiles(128, 32, 8, 3),
-        Tiles(128, 32, 8, 2),
         Tiles(64, 64, 8, 3),
         Tiles(64, 64, 8, 2),
         Tiles(64, 32, 8, 2),
         Tiles(64, 32, 8, 1),
-        Tiles(32, 16, 4, 1),
     ),
     (2, False): (Tiles(0, 64, 4, 3), Tiles(0, 32, 4, 3), Tiles(0, 32, 4, 2), Tiles(0, 16, 4, 1)),
     (4, True): (Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1)),
