@@ -25,11 +25,8 @@ A trial that completed is reused while all of this is equal, and runs again when
 |          | transformers, triton and any outside engine; what a     |                                                       |
 |          | server that somebody else started says of itself        |                                                       |
 
-What `auto` means is in the platform as it resolves before anything is loaded (trial.identity): with the C compiler gone,
-attention_backend=auto is another backend and the trial another trial. One thing only a start can tell: whether the kernel
-passes its self-check, else the next backend serves. What came out is in the trial's `engine` (attention_backend,
-attention_note, graphs, copies, copy_ahead). It needs no comparison
-when a trial is reused: all that decides it, save the noise of a measurement, is in the platform and the code.
+What `auto` means is in the platform as it resolves before anything is loaded (trial.identity). What a start alone can tell,
+whether the kernel passes its self-check, is in the trial's `engine`.
 """
 
 from __future__ import annotations
