@@ -142,7 +142,10 @@ def test_a_clock_that_jumps_is_counted_and_a_file_that_ends_early_is_refused(tmp
 def test_a_recording_beyond_memory_is_read_by_whole_conversations(tmp_path, monkeypatch):
     monkeypatch.setattr("pensieve.lab.commands.advise.replays.MOST_REQUESTS", 16)
     source = open_source(written(tmp_path, traffic()), None)
-    assert source.in_file == 32 and 0 < len(source.rows) < 32
+    assert source.in_file == 32 and 0 < len(source.rows) < 32 and source.named
+    unnamed = tmp_path / "mooncake.jsonl"
+    unnamed.write_text('{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}')
+    assert not open_source(unnamed, None).named
     assert {len(one.calls) for one in source.conversations} == {4}
 
 

@@ -122,12 +122,14 @@ def test_a_reply_with_hashes_can_be_found_once_it_has_ended():
     first = asked([1, 2], rest=2, output_tokens=7, output_blocks=[3, 4], end_s=4.0)
     assert lines_of([first, asked([1, 2, 3, 4, 5], at_s=5.0)])[1].sent[1].in_time == 4 * SIZE
     told, reading = lines_of([first, asked([1, 2, 3, 4, 5], at_s=3.0)])
-    assert reading.sent[1].in_time == 2 * SIZE
+    assert reading.sent[1].in_time == 2 * SIZE and reading.unique_tokens == 5 * SIZE
     assert told["late"] == 2 * SIZE + 1  # and one of the reply that is less than a block
 
 
 def test_other_replicas_and_what_comes_too_early_find_nothing():
     same = [1, 2, 3]
+    whole = lines_of([asked(same, "a", rest=0), asked(same, "b", 5.0, rest=0)])[1].sent[1]
+    assert whole.ever == 2 * SIZE, "the last token is always computed, and with it its block"
     there = lines_of([asked(same, "a", replica="r"), asked(same, "b", 5.0, replica="s")])[0]
     assert there["routed"] == 3 * SIZE
     assert lines_of([asked(same, "a"), asked(same, "b", 5.0)])[0]["routed"] is None
