@@ -33,7 +33,7 @@ def _imports() -> Iterator[None]:
             sys.exit(f"{missing} for {sys.executable}; type `make install`, then `source .venv/bin/activate`.")
         if environment.samefile(sys.prefix):
             sys.exit(f"{missing} in {environment}; type `make install` and run again.")
-        _say(f"{missing} for {sys.executable}; going on with {python}.")
+        print(f"{missing} for {sys.executable}; going on with {python}.", file=sys.stderr, flush=True)
         os.execv(python, [str(python), *_TYPED])
 
 
@@ -194,7 +194,3 @@ def _imported(module: str, function: str) -> Callable[..., Any]:
     with _imports():
         found: Callable[..., Any] = getattr(import_module(module), function)
     return found
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -51,15 +51,6 @@ def test_opt_without_a_tokenizer_json(tmp_path):
     assert tokenizer.chat_template is None
 
 
-def test_opt_from_the_hubs_cache_without_a_network(tmp_path, monkeypatch):
-    asked = unreachable(monkeypatch, tmp_path / "hub")
-    fill(tmp_path / "hub", "facebook/opt-125m", save_opt(tmp_path / "opt"))
-    model = model_config("opt_125m")
-    tokenizer = build_tokenizer(model, 50272, simulated=False)
-    assert (tokenizer.name, tokenizer.begin) == ("facebook/opt-125m", (2,))
-    assert asked == []
-
-
 def test_sentencepiece(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     from transformers import AutoTokenizer

@@ -166,16 +166,6 @@ def test_a_database_that_stays_locked(tmp_path, monkeypatch):
     check_whole(outputs)
 
 
-def test_a_damaged_database_is_left_alone(tmp_path):
-    outputs = tmp_path / "outputs"
-    outputs.mkdir()
-    (outputs / "results.db").write_bytes(b"these are my notes\n" * 500)
-    ended(outputs, *SWEEP, status=1)
-    assert "is damaged" in said(outputs)
-    assert len(said(outputs).strip().splitlines()) <= 2, said(outputs)
-    assert (outputs / "results.db").read_bytes() == b"these are my notes\n" * 500
-
-
 def test_a_clock_that_steps_back(tmp_path, monkeypatch):
     store = open_store(tmp_path)
     first = store.begin_trial(trial_fields())

@@ -125,11 +125,3 @@ def test_ctrl_c_is_one_line_and_130(outputs):
     assert said.strip().splitlines()[-1].startswith("Interrupted;")
     assert set(rows(outputs, "select status from trial")) == {("interrupted",)}
     assert rows(outputs, "select status from sweep") == [("interrupted",)]
-
-
-@pytest.mark.slow
-def test_the_doctor(outputs):
-    done = run(outputs, script="doctor.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for text in ("Python", "torch", "llama3_8b", "none yet", "python runners/run.py -m"):
-        assert text in done.stdout

@@ -32,10 +32,3 @@ def test_a_second_ctrl_c_waits_for_a_safe_point(monkeypatch):
     assert dropped == []
     with pytest.raises(KeyboardInterrupt):
         raise_if_interrupted()
-
-
-def test_a_job_that_ignores_it_goes_on_ignoring_it():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    remember_interrupts()
-    signal.raise_signal(signal.SIGINT)
-    raise_if_interrupted()

@@ -1,11 +1,8 @@
-import subprocess
 import sys
 import time
 from itertools import pairwise
-from subprocess import PIPE
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from pensieve.errors import ResultsError
@@ -100,21 +97,6 @@ def test_what_cannot_be_read_or_stored_costs_the_samples_alone(store, monkeypatc
     with Sampler(store, 1, gauges_of(Gauged(VirtualClock())), VirtualClock()):
         pass
     assert "not kept: the disk is full" in caplog.text
-
-
-def test_the_processes_of_a_divided_model_are_metered_with_their_trial():
-    program = "held = b'x' * 60_000_000; print(len(held), flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None and child.stdout.readline() == "60000000\n"
-            resident = psutil.Process(child.pid).memory_info().rss
-            assert resident > 60e6
-            alone, whole = (
-                {q.name: q.value for q in meter_of(CPU, elsewhere=children).read()} for children in (False, True)
-            )
-            assert whole["memory_bytes"] - alone["memory_bytes"] > resident / 2 > 0
-        finally:
-            child.kill()
 
 
 class NvmlError(Exception):

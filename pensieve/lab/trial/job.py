@@ -237,12 +237,11 @@ class Deadline:
     """Counts from its construction. timeout_s: trial.timeout_s; None: no deadline."""
 
     def __init__(self, timeout_s: float | None) -> None:
-        self._timeout_s = timeout_s
-        self._ends = None if timeout_s is None else time.monotonic() + timeout_s
+        self._timeout_s, self._began = timeout_s, time.monotonic()
 
     @property
     def left_s(self) -> float | None:
-        return None if self._ends is None else max(0.0, self._ends - time.monotonic())
+        return None if self._timeout_s is None else max(0.0, self._began + self._timeout_s - time.monotonic())
 
     def check(self) -> None:
         """Raises TrialTimeout once the time is up."""

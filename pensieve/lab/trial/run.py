@@ -284,12 +284,15 @@ class Attempt:
         if isinstance(workload, OfRealRun):
             metrics += fidelity_metrics(workload.real, workload.seen, turns)
         store.add_metrics(trial_id, metrics)
+        said = started.settings
+        fell_back = f"attention_backend={said.get('attention_backend')} and the {said.get('forward')} forward served. "
+        fell_back += " ".join(filter(None, (said.get("attention_note"), said.get("forward_note"))))
         told: dict[str, object] = {
             "others_cpu_share": None if plan.device.simulated else round(others, 3),
             "contaminated": contamination(described, turns),
             "cache_state_unverified": unverified(described, turns, system.can.starts_empty),
             "extrapolated": (system.extrapolated() if isinstance(system, InlineSystem) else None) or None,
-            "fell_back": _fall_back(started.settings) if started.settings.get("fell_back") else None,
+            "fell_back": fell_back if said.get("fell_back") else None,
             "thin_percentiles": thin_percentiles(metrics) or None,
         }
         flags = {**record.flags, "load": record.load, "drain_share": record.drain_share}
@@ -363,11 +366,6 @@ def _processes(counted: Mapping[str, float]) -> list[MetricValue]:
         MetricValue(name, float(counted[name])) for name in ("processes_peak_bytes",) if counted.get(name) is not None
     ]
     return peak + [MetricValue(f"{name}_mean", counted[name] / starts, n=starts, n_unit="processes") for name in means]
-
-
-def _fall_back(settings: Mapping[str, Any]) -> str:
-    reasons = " ".join(filter(None, (settings["attention_note"], settings["forward_note"])))
-    return f"attention_backend={settings['attention_backend']} and the {settings['forward']} forward served. {reasons}"
 
 
 def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -> dict[str, Any]:

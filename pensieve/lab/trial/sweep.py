@@ -449,12 +449,10 @@ def places(tracking: Tracking) -> list[str]:
     elif tracking.mlflow and remote_url() is not None:
         lines.append(f"MLflow:   the server that {URL_ENV} names")
     elif tracking.mlflow:
-        lines.append(f"MLflow:   {_ui(tracking.outputs / 'mlflow.db')}, then {UI_ADDRESS}/#/experiments")
+        file = tracking.outputs / "mlflow.db"
+        ui = f"make ui (reads {file})" if in_checkout() else f"mlflow ui --backend-store-uri sqlite:///{file}"
+        lines.append(f"MLflow:   {ui}, then {UI_ADDRESS}/#/experiments")
     return lines
-
-
-def _ui(store: Path) -> str:
-    return f"make ui (reads {store})" if in_checkout() else f"mlflow ui --backend-store-uri sqlite:///{store}"
 
 
 def installed(package: str) -> bool:
