@@ -181,14 +181,31 @@ def _table(turns: Sequence[TurnRecord]) -> Any:
     margins, emitted_s = (_told([getattr(turn, name) for turn in turns], counts) for name in ("margins", "emitted_s"))
     return pa.table(
         {
-            "session": pa.array([turn.session for turn in turns], pa.string()).take(of_turn),
-            "turn": np.array([turn.turn for turn in turns], np.int32)[of_turn],
-            "position": np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
-            "token_id": np.frombuffer(b"".join([turn.token_ids.tobytes() for turn in turns]), np.int32),
-            "margin": pa.array(margins.astype(np.float32), from_pandas=True),
-            "emitted_s": pa.array(emitted_s, from_pandas=True),
+            "session": _texts([turn.session for turn in turns]).take(_numbers(of_turn)),
+            "turn": _numbers(np.array([turn.turn for turn in turns], np.int32)[of_turn]),
+            "position": _numbers(np.concatenate([np.arange(count, dtype=np.int32) for count in counts])),
+            "token_id": _numbers(np.frombuffer(b"".join([turn.token_ids.tobytes() for turn in turns]), np.int32)),
+            "margin": _numbers(margins.astype(np.float32)),
+            "emitted_s": _numbers(emitted_s),
         }
     )
+
+
+def _numbers(values: NDArray[Any]) -> Any:
+    """An Arrow array, null where a value is NaN. Made of buffers: pyarrow.array imports pandas first, for half a second."""
+    import pyarrow as pa
+
+    known = ~np.isnan(values)
+    bits = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [bits, pa.py_buffer(values)])
+
+
+def _texts(values: Sequence[str]) -> Any:
+    import pyarrow as pa
+
+    encoded = [text.encode() for text in values]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
 
 
 def _told(values: Sequence[TokenArray[float]], counts: Sequence[int]) -> NDArray[np.float64]:
