@@ -487,8 +487,8 @@ class Turn:
         assert asked is not None
         messages, key = None, None
         if asked.messages is not None:
-            own = {} if stopped else {"ids": list(reply)}  # else the template encodes what was told of it
-            messages = self.messages = [*asked.messages, {"role": "assistant", "content": said.text, **own}]
+            own = {"role": "assistant", "content": said.text, "ids": list(reply)}
+            messages = self.messages = [*asked.messages, own]
             key = message_keys(messages, self.tools)[-1]
         tokens = asked.tokens + reply
         before = min(self.held, len(asked.tokens))
