@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from pensieve.core.machine import CostModel
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import Forward, Scheduler, SchedulerSettings, Strategies
 from pensieve.core.session import NO_BLOCK, Node, Session, View, runs_of
-from pensieve.errors import ConfigError
 from pensieve.serve.books.books import predicted_s
 from pensieve.units import ceil_div
 
@@ -48,8 +47,6 @@ def choose_copy_ahead(asked: str, cpu_blocks: int, one_memory: bool, kept_clean:
     blocks than are kept clean cannot hold their copies: the paper's mode then drops chunks from the GPU ahead of time to keep
     the others free, and both tiers together hold less than the GPU alone (G - kept_clean + C blocks of G).
     """
-    if asked not in get_args(AskedCopyAhead):
-        raise ConfigError(f"scheduler.copy_ahead is one of {', '.join(get_args(AskedCopyAhead))}, not {asked!r}.")
     if asked != "auto":
         return CopyChoice(cast(CopyAhead, asked))
     if not cpu_blocks:

@@ -9,7 +9,6 @@ import pytest
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import Moved
 from pensieve.core.policies.lru import Lru
-from pensieve.errors import ConfigError
 from pensieve.plugins.overlap import choose_copy_ahead
 from tests.simulated import policy_context
 
@@ -58,5 +57,3 @@ def test_auto_goes_by_what_the_tiers_are_and_by_their_sizes():
     assert small.mode == "spare" and "9 blocks, fewer than the 10" in small.note
     assert choose_copy_ahead("auto", 9, True, kept_clean=10).mode == "never"
     assert choose_copy_ahead("paper", 9, False, kept_clean=10).mode == "paper"
-    with pytest.raises(ConfigError, match=r"scheduler\.copy_ahead is one of auto, paper, spare, never, not 'always'"):
-        choose_copy_ahead("always", 10, False)

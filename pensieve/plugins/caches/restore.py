@@ -27,17 +27,6 @@ hole; chunks are given up from the tail."""
 _CANDIDATES = 32  # splits tried around the crossing, within an iteration's worth of chunks to either side
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The first `recomputed` of the chunks on CPU are computed again. Predicted seconds until the first output token: of
-    this split, of loading everything, and of recomputing everything."""
-
-    recomputed: int
-    predicted_s: float
-    load_s: float
-    recompute_s: float
-
-
 @dataclass(slots=True)
 class RestoreTimes:
     """Predicts how long a restore takes on a device that does nothing else, and chooses the fastest split.
@@ -53,13 +42,13 @@ class RestoreTimes:
     batch_tokens: int
     _until: list[float] = field(default_factory=lambda: [0.0])  # seconds to compute chunks [0, i)
 
-    def choose(self, missing: Sequence[Run], on_cpu: Sequence[Run], backlog: int) -> Split:
-        """The fastest split, of equally fast ones that which loads most.
+    def choose(self, missing: Sequence[Run], on_cpu: Sequence[Run], backlog: int) -> int:
+        """How many of the first chunks on CPU are computed again: the fastest split, of equally fast ones that which loads
+        most.
 
         missing: positions in neither tier, the new prompt included, ascending. on_cpu: positions a chunk, ascending.
         backlog: chunks that the link has still to load for others.
         """
-
         cpu_chunks = CpuChunks(on_cpu)
 
         def computes_longer(recomputed: int) -> bool:
@@ -75,8 +64,8 @@ class RestoreTimes:
         seconds = {
             count: self.finish_s(missing, cpu_chunks, count, backlog) for count in {0, crossing, chunks, *around}
         }
-        best = min(seconds, key=lambda count: (seconds[count], count))
-        return Split(best, seconds[best], seconds[0], seconds[chunks])
+        best: int = min(seconds, key=lambda count: (seconds[count], count))
+        return best
 
     def finish_s(self, missing: Sequence[Run], cpu_chunks: CpuChunks, recomputed: int, backlog: int) -> float:
         """Seconds until everything is there and computed, if the first `recomputed` chunks on CPU are not loaded."""
@@ -146,23 +135,14 @@ class RestoringCache(TwoTierCache):
         super().release(session, now_s, finished)
 
     def _recomputed(self, chunks: Chunks, length: int, on_cpu: Sequence[int]) -> int:
-        """The predicted times are counted, so that the measured saving can be compared with them."""
         if self.mode != "hybrid":
             return len(on_cpu) if self.mode == "recompute" else 0
         if self._running > 1 or self.times is None:
             return 0
-        size, extra = self.chunk_tokens, self.counters.extra
+        size = self.chunk_tokens
         missing = missing_runs(chunks, length, size, cpu_too=True)
         positions = [(index * size, index * size + chunks.cpu_len[index]) for index in on_cpu]
-        split = self.times.choose(missing, positions, self.tiers.copies.incoming)
-        for name, value in (
-            ("hybrid_restores", 1.0),
-            ("restore_predicted_ms", split.predicted_s * 1e3),
-            ("restore_load_predicted_ms", split.load_s * 1e3),
-            ("restore_recompute_predicted_ms", split.recompute_s * 1e3),
-        ):
-            extra[name] = extra.get(name, 0.0) + value
-        return split.recomputed
+        return self.times.choose(missing, positions, self.tiers.copies.incoming)
 
 
 def restored(*, restore: RestoreMode = "load", reuse: Reuse = "any", **others: Any) -> TwoTierCache:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pensieve.device.asked import ModelAsked
 from pensieve.hub import commit
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 _READ = ("*.safetensors", "*.json")  # of a folder: what the model is made of
 
 
-_Key = tuple[ModelAsked, object]
-
-
-_open: list[dict[_Key, LoadedModel]] = []
+_open: list[dict[object, LoadedModel]] = []
 """The models of each shelf, at most one; the last shelf is in use."""
 
 
@@ -70,8 +67,8 @@ def kept_host_bytes() -> int:
     """RAM that is kept here and that the next trial uses, or gets: a model on the CPU, and pinned memory."""
     if not _open:
         return 0
-    models = (model for model in _open[-1].values() if model.device.type == "cpu")
-    weights = sum(tensor.nbytes for model in models for tensor in _weights(model))
+    modules = (model.module for model in _open[-1].values() if model.device.type == "cpu")
+    weights = sum(tensor.nbytes for one in modules for tensor in (*one.parameters(), *one.buffers()))
     return weights + (0 if (pinned := _pinned()) is None else pinned.nbytes)
 
 
@@ -81,39 +78,28 @@ def _pinned() -> Kept | None:
     return None if module is None else module.kept
 
 
-def _weights(model: LoadedModel) -> Iterator[Any]:
-    yield from model.module.parameters()
-    yield from model.module.buffers()
-
-
 def take_model(asked: ModelAsked) -> LoadedModel:
     """What load_model gives, or gave before for the same question and files where a shelf is open; then it is `reused`.
 
     Without a shelf each call loads its own. Raises what load_model raises.
     """
+    import torch
+
     from pensieve.device.model import load_model
     from pensieve.device.transfers.pinned import kept
 
-    kept.keeps = _is_open
-
+    kept.keeps = lambda: bool(_open)
     if not _open:
         return load_model(asked)
-    key, models = _key(asked), _open[-1]
+    key, models = (asked, _files(asked.weights, asked.hub_id, asked.revision)), _open[-1]
     if key in models:
-        return _again(models[key])
+        torch.set_num_threads(models[key].threads)  # as load_model does: something else may have run since
+        return replace(models[key], reused=True)
     if models:
         models.clear()  # before the next one needs the memory
         _release()
     models[key] = load_model(asked)
     return models[key]
-
-
-def _is_open() -> bool:
-    return bool(_open)
-
-
-def _key(asked: ModelAsked) -> _Key:
-    return asked, _files(asked.weights, asked.hub_id, asked.revision)
 
 
 def _files(weights: str, hub_id: str | None, revision: str | None) -> object:
@@ -124,13 +110,6 @@ def _files(weights: str, hub_id: str | None, revision: str | None) -> object:
         return commit(hub_id, revision) if hub_id else None
     found = sorted(path for pattern in _READ for path in Path(weights).expanduser().glob(pattern))
     return tuple((path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in found)
-
-
-def _again(model: LoadedModel) -> LoadedModel:
-    import torch
-
-    torch.set_num_threads(model.threads)  # as load_model does: something else may have run since
-    return replace(model, reused=True)
 
 
 def _release() -> None:
