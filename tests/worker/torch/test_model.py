@@ -159,7 +159,7 @@ def test_architectures_that_would_be_wrong_are_refused(model_type, more, words):
 
 def test_a_model_larger_than_the_machine_is_refused_before_it_is_allocated():
     huge = tiny_spec("llama", hidden_size=2**20, intermediate_size=2**22, num_hidden_layers=100)
-    with pytest.raises(HardwareMissing, match=r"TiB for its weights in float32, and cpu has .*sim_a100_80g"):
+    with pytest.raises(HardwareMissing, match=r"PiB for its weights in float32, and cpu has .*sim_a100_80g"):
         _load(huge)
 
 
