@@ -337,7 +337,9 @@ def test_who_cancels_is_heard_by_the_replica_that_serves_and_no_other():
 def test_times_are_those_of_the_callers_clock_and_a_cold_cache_is_cold_everywhere():
     with replicas() as (system, _):
         before = system.clock.now_s()
-        turn = ask(system, 1, "a", 1, message(1), intended_s=before).turn
+        heard = ask(system, 1, "a", 1, message(1), intended_s=before)
+        turn = heard.turn
+        assert all(before <= event.at_s <= system.clock.now_s() for event in heard.events)
         # The stand-in's clock is set elsewhere: what it tells says so, and comes back as it was sent.
         assert turn.intended_s == pytest.approx(before, abs=1e-3)
         assert turn.ttft_ms == pytest.approx((turn.first_token_s - turn.intended_s) * 1e3, abs=1e-2)
