@@ -199,7 +199,25 @@ def lookups(path):
     lines(path, *twice, one(13.5, "b", 60, "0xa", "0xb", "0xc"))
 
 
-SOURCES = {"lmcache_lookup": lookups, "sglang_dump": sglang}
+def lifecycle(path):
+    def one(at_s, tokens, *said):
+        body = {"messages": [{"role": "user", "content": one} for one in said]}
+        info = {"input_tokens": tokens, "output_tokens": 10, "output_token_times": [at_s + 0.5]}
+        return {"start_time": at_s, "end_time": at_s + 2, "request": json.dumps(body), "info": info, "error": None}
+
+    path.write_text(json.dumps([one(13.5, 60, "hello " * 30, "and " * 20), one(10.0, 40, "hello " * 30)]))
+
+
+def profiled(path):
+    def one(at_s, tokens):
+        metrics = {"input_sequence_length": tokens, "output_sequence_length": 10, "time_to_first_token": 500.0}
+        about = {"request_start_ns": at_s * 1e9, "request_end_ns": (at_s + 2) * 1e9, "x_correlation_id": "s"}
+        return {"metadata": about, "metrics": {name: {"value": value} for name, value in metrics.items()}}
+
+    lines(path, one(10.0, 40), one(13.5, 60))
+
+
+SOURCES = {"lmcache_lookup": lookups, "sglang_dump": sglang, "inference_perf": lifecycle, "aiperf": profiled}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -212,7 +230,10 @@ def test_what_others_wrote_of_served_requests_becomes_rows(name, tmp_path, monke
     assert [(row.request, row.arrival_s, row.prompt_tokens, row.status) for row in rows] == [
         (0, 0.0, 40, "completed"), (1, 3.5, 60, "completed"),
     ]  # fmt: skip
-    assert rows[1].blocks[:2] == rows[0].blocks[:2] and 2 <= len(rows[0].blocks) < len(rows[1].blocks)
+    if name != "aiperf":
+        assert rows[1].blocks[:2] == rows[0].blocks[:2] and 2 <= len(rows[0].blocks) < len(rows[1].blocks)
+    if name in ("inference_perf", "aiperf"):
+        assert rows[1].first_token_s == 4.0 and rows[1].end_s == 5.5
     if name == "sglang_dump":
         assert [row.cached_tokens for row in rows] == [0, 48] and rows[1].blocks[2] == rows[0].output_blocks[0]
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""What engines wrote of requests that they served, as rows of recorded traffic."""
+"""What engines and load generators wrote of requests that were served, as rows of recorded traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import AliasPath, Field
 
 from pensieve.errors import MalformedInput
-from pensieve.lab.traffic.table import BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt
+from pensieve.lab.traffic.openai import Recorded
+from pensieve.lab.traffic.table import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt
 from pensieve.lab.workload.formats.reading import Entry, Positive, Reader, Whole
 from pensieve.lab.workload.formats.vllm_events import vllm_events
 
@@ -153,9 +154,75 @@ def _dumped(file: Path) -> Iterator[tuple[str, Any]]:
         yield f"{file}: request {place}", {"asked": vars(asked), "reply": reply, "began_s": began_s, "ended_s": ended_s}
 
 
+# Load generators: inference-perf's per_request_lifecycle_metrics.json and AIPerf's profile_export.jsonl.
+
+
+class Lifecycle(Entry):
+    start_time: float
+    end_time: float
+    request: str
+    prompt: Whole | None = Field(None, validation_alias=AliasPath("info", "input_tokens"))
+    output: Whole | None = Field(None, validation_alias=AliasPath("info", "output_tokens"))
+    first_token: float | None = Field(None, validation_alias=AliasPath("info", "output_token_times", 0))
+    error: Any = None
+
+
+def inference_perf(reader: Reader, salt: Salt) -> Read:
+    recorded = Recorded(salt, "bytes", BLOCK_BYTES)
+
+    def served(entry: Any) -> Exchange:
+        one = Lifecycle.model_validate(entry)
+        row = recorded.asked(0, one.start_time, {}, one.request.encode()).row
+        row.status, row.end_s = "failed" if one.error else "completed", one.end_time
+        row.prompt_tokens, row.output_tokens, row.first_token_s = one.prompt, one.output, one.first_token
+        return row
+
+    found = list(reader.entries(served))
+    told = [(row.prompt_tokens, row.prompt_bytes) for row in found if row.prompt_tokens and row.prompt_bytes]
+    tokens, size = sum(one for one, _ in told), sum(one for _, one in told)
+    ratio = f"info.input_tokens of {len(told)} requests"
+    facts = Facts(
+        "inference_perf", "bytes", BLOCK_BYTES, tokens_per_byte=tokens / size if size else None, ratio_from=ratio
+    )
+    return facts, found
+
+
+AIPERF_RULE = "Prompts are known by their length alone, so no two share anything. x_correlation_id is the session."
+
+
+class Profiled(Entry):
+    began_ns: float = Field(validation_alias=AliasPath("metadata", "request_start_ns"))
+    ended_ns: float | None = Field(None, validation_alias=AliasPath("metadata", "request_end_ns"))
+    cancelled: bool | None = Field(None, validation_alias=AliasPath("metadata", "was_cancelled"))
+    session: str | None = Field(None, validation_alias=AliasPath("metadata", "x_correlation_id"))
+    prompt: Positive | None = Field(None, validation_alias=AliasPath("metrics", "input_sequence_length", "value"))
+    output: Whole | None = Field(None, validation_alias=AliasPath("metrics", "output_sequence_length", "value"))
+    ttft_ms: float | None = Field(None, validation_alias=AliasPath("metrics", "time_to_first_token", "value"))
+    metrics: dict[str, Any]
+    error: Any = None
+
+
+def aiperf(reader: Reader, salt: Salt) -> Read:
+    def served(entry: Any) -> Exchange:
+        one = Profiled.model_validate(entry)
+        row = Exchange(0, one.began_ns / 1e9, prompt_tokens=one.prompt, output_tokens=one.output)
+        row.status = "failed" if one.error else "cancelled" if one.cancelled else "completed"
+        row.end_s = None if one.ended_ns is None else one.ended_ns / 1e9
+        row.first_token_s = None if one.ttft_ms is None else (one.began_ns / 1e9) + one.ttft_ms / 1e3
+        if one.prompt is None and row.status == "completed":
+            raise ValueError("it has no input_sequence_length")
+        if one.session:
+            row.session, row.session_from = salt.name(one.session), "source"
+        return row
+
+    return Facts("aiperf", hashes="none", rule=AIPERF_RULE), list(reader.entries(served))
+
+
 SERVED: dict[str, tuple[Callable[[Reader, Salt], Read], set[str]]] = {
     "lmcache_lookup": (lmcache_lookup, Lookup.needs()),
     "sglang_dump": (sglang_dump, set()),
+    "inference_perf": (inference_perf, Lifecycle.needs()),
+    "aiperf": (aiperf, Profiled.needs()),
     "vllm_events": (vllm_events, set()),
 }
 """How each is read, raising MalformedInput, and what its first entry has."""
