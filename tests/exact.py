@@ -18,6 +18,7 @@ from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
+from tests.invariants import check_cache
 from tests.simulated import TalkingEngine
 from tests.worker.torch.driver import plain_logits
 
@@ -125,7 +126,7 @@ class CheckedEngine(TalkingEngine):
     def step(self, until_ns: int | None = None) -> list[Event]:
         events = super().step(until_ns)
         self.paths.hole = self.torch_worker.rows_with_holes
-        self.cache.check()
+        check_cache(self.cache)
         self._poison()
         for event in events:
             if event.turn is not None:

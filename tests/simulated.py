@@ -22,6 +22,7 @@ from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.inline_system import forward_for
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from pensieve.specs import HardwareSpec, ModelSpec
+from tests.invariants import check_cache
 
 MODEL = ModelSpec(
     name="toy",
@@ -126,7 +127,7 @@ def run(engine: Engine, until_idle: bool = True) -> dict[int, TurnRecord]:
     idle_steps = 0
     while engine.busy or idle_steps < 1:
         events = engine.step(None)
-        engine.cache.check()
+        check_cache(engine.cache)
         for event in events:
             if event.turn is not None:
                 assert event.request_id not in finished, "a request finishes once"

@@ -15,6 +15,7 @@ from pensieve.errors import HardwareMissing
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.tiers.pool_file import PoolFile
 from tests.disk import CHUNK, OTHERS, Talk
+from tests.invariants import check_cache
 from tests.worker.torch.driver import random_tokens
 
 
@@ -262,7 +263,7 @@ def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path)
     talk.engine.forget("a", "alice", tokens)
     assert held > 0 and talk.disk.used == before - held
     assert list(talk.cache.sessions) == []
-    talk.cache.check()
+    check_cache(talk.cache)
     talk.ask("a", 20)
     talk.engine.forget("a", "", talk.tokens("a"))
     assert list(talk.cache.sessions) == [], "it has been asked since: that goes, too"

@@ -16,6 +16,7 @@ from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
+from tests.invariants import check_cache
 from tests.scripted import context
 from tests.simulated import MACHINE, MODEL
 
@@ -69,7 +70,7 @@ def test_limits_of_memory_decide_as_before(cache, limits, monkeypatch):
     assert forgot == kept
     forgotten = forgot[1]["forgotten_sessions"]
     assert (forgotten > 0) == (limits.tokens != 10**9)
-    forgetting.engine.cache.check()
+    check_cache(forgetting.engine.cache)
     left, everyone = (len(system.engine.cache.sessions) for system in (forgetting, keeping))
     assert left < CONVERSATIONS / 2
     assert forgotten or everyone > CONVERSATIONS

@@ -15,6 +15,7 @@ from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.serve.tokenizer import TextStream
+from tests.invariants import check_cache
 from tests.simulated import MACHINE, make_engine, request, run
 
 
@@ -155,7 +156,7 @@ def test_cancelled_in_any_state_a_turn_stands_or_never_was(cache, depth, gpu, as
 
     def step():
         events = engine.step(None)
-        engine.cache.check()
+        check_cache(engine.cache)
         for event in events:
             if event.turn is not None:
                 done.append(event.turn)
@@ -172,12 +173,12 @@ def test_cancelled_in_any_state_a_turn_stands_or_never_was(cache, depth, gpu, as
             for at, victim in victims:
                 if at == steps:
                     engine.cancel(victim, "cancelled")
-                    engine.cache.check()
+                    check_cache(engine.cache)
             step()
     for at, victim in victims:
         if at > steps:
             engine.cancel(victim, "timeout")
-            engine.cache.check()
+            check_cache(engine.cache)
     while engine.busy:
         step()
         assert engine.progressed or not engine.busy, "jammed"

@@ -18,6 +18,7 @@ from pensieve.plugins.caches.restore import RestoringCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from tests.exact import CheckedEngine
+from tests.invariants import check_cache
 from tests.simulated import policy_context
 from tests.worker.torch.driver import ARCHITECTURES, random_tokens, tiny_model
 
@@ -77,8 +78,8 @@ def test_two_leading_chunks_and_a_hole_within_a_budget(name, fused, budget):
     run(engine, Request(1, "a", 1, random_tokens(90, 1), Length(4)))
     session = engine.cache.sessions.get("a")
     for chunk in (0, 1, 5):
-        engine.cache.tiers.drop_gpu(session.leaf, chunk, chunk + 1)
-    engine.cache.check()
+        engine.cache.tiers.drop_gpu([(session.leaf, chunk, chunk + 1)])
+    check_cache(engine.cache)
     engine._poison()
     turn = run(engine, Request(2, "a", 2, random_tokens(100, 2), Length(5)))[2]
     assert (turn.history_tokens, turn.gpu_hit_tokens, turn.recomputed_tokens) == (93, 93 - 24, 24)

@@ -24,6 +24,7 @@ from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import EARLIER, TIERS, Held
 from pensieve.sim.worker import VirtualClock
+from tests.invariants import check_cache
 from tests.simulated import make_engine, request
 from tests.test_bound_of_managers import Dear, trace
 
@@ -98,7 +99,7 @@ class Watch:
 
     def advance(self, ns):
         cache, passed = self.engine.cache, ns - self.engine.clock.now_ns()
-        cache.check()
+        check_cache(cache)
         for tier, blocks in used(cache).items():
             self.whole[tier] += blocks * passed
         payers = self.engine.facts.holding._payers
@@ -201,7 +202,7 @@ def test_kv_that_a_fork_takes_is_paid_by_the_child():
     before = held(engine)["parent", "gpu"]
     moment(engine, at_ns + 1000)
     engine.say(request(1, "child", 3, 1, fork=Fork("parent", 8, takes_kv=True)))
-    engine.cache.check()
+    check_cache(engine.cache)
     moment(engine, at_ns + 3000)
     found = held(engine)
     # Three blocks of nine positions; the two whole ones that both have in common change hands, less the last token's.

@@ -14,9 +14,10 @@ from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.serve.books.books import MOST_EVICTORS, ledger_of
+from pensieve.serve.books.books import MOST_EVICTORS, PositionPrices, ledger_of
 from pensieve.serve.record import Loss, Missed
 from tests.baselines.systems import inline
+from tests.invariants import check_cache
 
 KINDS = {
     "pensieve": TwoTierCache,
@@ -39,7 +40,7 @@ class Talk:
         self.number += 1
         asked = Request(self.number, session, 0, array("i", prompt), Length(output), Sampling(), **fields)
         turn = self.system.ask(asked)
-        self.system.engine.cache.check()
+        check_cache(self.system.engine.cache)
         hits = turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.shared_hit_tokens
         assert sum(miss.tokens for miss in turn.misses) == turn.prompt_tokens - hits
         assert sum(miss.ms for miss in turn.misses) == pytest.approx(turn.ttft_ms)
@@ -161,14 +162,14 @@ class Dear:
 
 def test_milliseconds_follow_the_price_of_each_position():
     missed = (Missed(0, 4, "evicted", Loss("x", 1.0)), Missed(4, 8, "new"))
-    early, late = ledger_of(missed, 30.0, Dear(), 4)
+    early, late = ledger_of(missed, 30.0, PositionPrices(Dear(), 4))
     assert (early.ms, late.ms) == (pytest.approx(10.0), pytest.approx(20.0))
     assert (early.evicted_by, early.evicted_s, late.evicted_by) == ("x", 1.0, None)
 
 
 def test_many_evictors_are_named_as_far_as_there_is_room():
     missed = [Missed(i, i + 1, "evicted", Loss(f"s{i}", float(i))) for i in range(20)]
-    lines = ledger_of(missed, 20.0, Dear(), 4)
+    lines = ledger_of(missed, 20.0, PositionPrices(Dear(), 4))
     assert len(lines) == MOST_EVICTORS + 1
     assert sum(line.tokens for line in lines) == 20
     assert sum(line.ms for line in lines) == pytest.approx(20.0)

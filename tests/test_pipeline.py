@@ -22,6 +22,7 @@ from pensieve.serve.books.books import Books
 from pensieve.serve.systems.inline_system import forward_for
 from pensieve.serve.tokenizer import TextStream
 from pensieve.sim.worker import SimulatedWorker
+from tests.invariants import check_cache
 from tests.simulated import MACHINE, MODEL, LateWorker, TalkingEngine, make_engine, request, run
 
 VOCAB = 97
@@ -106,7 +107,7 @@ def settle(engine):
     """Nothing is left in flight or under way, and no block is lost."""
     engine.forget(None)
     while engine.step(None) or engine.progressed:
-        engine.cache.check()
+        check_cache(engine.cache)
     assert not engine.busy
     assert engine.cache.room.available == engine.cache.gpu_blocks
 
@@ -235,7 +236,7 @@ def test_random_traffic_never_jams_and_gives_the_same_tokens_at_both_depths(seed
             if event.turn:
                 assert event.request_id not in done
                 done[event.request_id] = event.turn
-        engine.cache.check()
+        check_cache(engine.cache)
     done.update(run(engine))
     assert len(done) == number
     compared = 0

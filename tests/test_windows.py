@@ -18,6 +18,7 @@ from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.sim.worker import VirtualClock
+from tests.invariants import check_cache
 from tests.simulated import make_engine, request
 
 CASES = {
@@ -84,7 +85,7 @@ def run_until(engine, clock, until_ns, seen):
         before = clock.now_ns()
         events = engine.step(until_ns)
         if engine.scheduler.forward is None or not engine.counts_windows or not engine.scheduler.forward.members:
-            engine.cache.check()  # else sessions have blocks for tokens that they are still to be told of
+            check_cache(engine.cache)  # else sessions have blocks for tokens that they are still to be told of
         for event in events:
             seen.append((event.kind, event.request_id, event.at_s, event.token, event.tokens))
             if event.turn is not None:

@@ -5,6 +5,7 @@ Times given to and taken from a workload are seconds since the replay began; the
 
 from __future__ import annotations
 
+import gc
 import heapq
 from array import array
 from collections import Counter, defaultdict, deque
@@ -69,9 +70,11 @@ def replay(
     Every submitted request finishes exactly once. A turn is sent once the one before it has ended: its prompt holds that.
     """
     run = _Run(system, workload, on_batch, batch_size, progress, keep_turns)
+    gc.freeze()  # the workload stays: no collection looks through it
     try:
         run.loop(deadline_s)
     finally:
+        gc.unfreeze()
         run.flush()
     return run.record()
 

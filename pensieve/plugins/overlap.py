@@ -13,6 +13,7 @@ import numpy as np
 
 from pensieve.core.cache.base import Copying, Room
 from pensieve.core.cache.two_tier import TwoTierRoom
+from pensieve.core.cache.victims import Choice, VictimIndex
 from pensieve.core.machine import CostModel
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import Forward, Scheduler, SchedulerSettings, Strategies
@@ -108,7 +109,7 @@ class Never(Spare):
         most = min(wanted, spare + len(clean) + costly)
         dropped = room.tiers.counters.dropped_chunks
         if most > 0:
-            others = room.victims_of_others(tiers.dirty, head, View.DIRTY, most, now_s)
+            others = _of_others(tiers.dirty, head, View.DIRTY, most, now_s)
             self._give(clean, int(np.count_nonzero(others.column("cpu") == NO_BLOCK)))
             room.copy_out(others, now_s, head)
         if not loads:
@@ -140,8 +141,8 @@ class Never(Spare):
             return 0
         tiers, lacking = room.tiers, len(behind) - room.tiers.gpu.free
         if lacking > 0:  # not for chunks of its own, or the next plan would load those again, and so on
-            others = room.victims_of_others(tiers.clean, session, View.CLEAN, lacking, now_s)
-            room.give_up(others, tiers.reclaim)
+            others = _of_others(tiers.clean, session, View.CLEAN, lacking, now_s)
+            tiers.reclaim(others.spans())
         runs, blocks = runs_of(behind), iter(room.take_gpu(session, len(behind), now_s))
         for node, start, stop in session.in_nodes(runs):
             node.chunks.gpu[start:stop] = array("i", islice(blocks, stop - start))
@@ -228,3 +229,10 @@ def _two_tiers(way: Callable[[TwoTierRoom], Copying]) -> Callable[[Room], Copyin
 
 
 _COPYING = {"spare": _two_tiers(Spare), "never": _two_tiers(Never)}
+
+
+def _of_others(victims: VictimIndex, session: Session, view: View, count: int, now_s: float) -> Choice:
+    """At most `count` victims among the other sessions, whatever its own chunks are worth to the policy."""
+    own = {node: node.chunks.view.count(view) for node in session.nodes()}
+    chosen = victims.choose(count + sum(own.values()), now_s)
+    return chosen.some(np.array([node not in own for node in chosen.nodes], bool)[chosen.of]).some(slice(count))

@@ -16,6 +16,7 @@ from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import server_of
 from pensieve.sim.profile import Profile
+from tests.invariants import check_cache
 from tests.simulated import policy_context
 
 
@@ -33,7 +34,7 @@ def talk(baseline: str = "pensieve", disk: str = "16384 tokens", disk_bw: float 
         for _ in range(3):
             for name in "abcdefgh":
                 out = server.generate(name, prompt_ids=list(range(400)), max_new_tokens=20, ignore_eos=True)
-                cache.check()
+                check_cache(cache)
                 turns.append(out.turn)
         return turns, dict(cache.counters.extra), server.get_statistics()
 
@@ -76,7 +77,7 @@ def test_a_chunk_that_only_an_undone_turn_has_filled_goes_nowhere() -> None:
     cache.advance(session, [(7, 12)])
     cache.release(session, 3.0)
     cache.truncate(session, 8, computed=7)
-    cache.check()
+    check_cache(cache)
     assert cache.room.drop(2, 4.0) == 2
     assert [len(move.keys) for move in cache.take_moves()] == [1] and cache.below.used == 1
-    cache.check()
+    check_cache(cache)

@@ -14,6 +14,7 @@ from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
+from tests.invariants import check_cache
 from tests.simulated import make_engine, request, run
 
 CACHES: dict[str, Any] = {
@@ -36,7 +37,7 @@ def test_nothing_that_is_forgotten_or_edited_counts_as_evicted(cache: str) -> No
     run(engine)
     engine.forget("a")
     engine.forget(None)
-    engine.cache.check()
+    check_cache(engine.cache)
     counted = engine.cache.counters
     assert (counted.evicted_chunks, counted.dropped_chunks) == (0, 0)
 

@@ -9,6 +9,7 @@ from pensieve.core.plan import Moved
 from pensieve.core.policies.lru import Lru
 from pensieve.core.session import Session
 from tests.calls import calls_of
+from tests.invariants import check_cache
 from tests.simulated import policy_context
 
 
@@ -53,7 +54,7 @@ def test_editing_a_conversation_under_way_costs_the_same_however_long_it_is() ->
     for chunks in (40, 400):
         cache, _ = under_way(chunks)
         costs.append(calls_of(lambda cache=cache, to=4 * chunks - 3: edit(cache, "a", to)))
-        cache.check()
+        check_cache(cache)
     assert costs[0] == costs[1]
 
 
@@ -66,8 +67,8 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
         assert cache.tiers.gpu.free == 1, "all the others are read by copies"
         cache.plans(1, 2)
         costs.append(calls_of(lambda cache=cache: cache.plans(2, 2)))
-        cache.check()
+        check_cache(cache)
         cache.finish(copies)
-        cache.check()
+        check_cache(cache)
         assert cache.tiers.gpu.free == cache.tiers.cpu.free == chunks + 1
     assert costs[0] == costs[1]

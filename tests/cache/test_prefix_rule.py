@@ -108,7 +108,7 @@ def test_what_is_behind_a_hole_is_computed_again_and_counts_as_lost_with_it(make
     tiers, node = engine.cache.tiers, engine.cache.sessions["a"].leaf
     engine.cache.facts.room_for(engine.cache.open("b", 0.0), 0.0)
     tiers._free_behind = lambda node, *run: run  # as a copy that fails, which makes a hole where nobody chose one
-    tiers.drop_gpu(node, 3, 4)
+    tiers.drop_gpu([(node, 3, 4)])
     del tiers._free_behind
     record = ask(engine, 2, "a", 5, 3)
     assert (record.gpu_hit_tokens, record.cpu_hit_tokens, record.recomputed_tokens) == (12, 0, 44 - 12)

@@ -14,6 +14,7 @@ from pensieve.plugins.caches.restore import CpuChunks, RestoreTimes, RestoringCa
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.roofline import Roofline
 from pensieve.specs import HardwareSpec
+from tests.invariants import check_cache
 from tests.simulated import MACHINE, MODEL, make_engine, request, run
 
 
@@ -140,5 +141,5 @@ def test_while_a_plan_is_in_flight_truncated_blocks_do_not_count_as_available() 
     left = -cache.room.lacking(session, 8, array("i", range(20)))
     assert left == fits - 14, "two of its sixteen clean chunks are kept"
     cache.admit(session, 8, request(2, "a", 12, 1).prompt, 1.0)
-    cache.check()
+    check_cache(cache)
     assert cache.room.available == left

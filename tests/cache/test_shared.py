@@ -15,6 +15,7 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Forced, Fork, Length, Request
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.serve.record import TurnRecord
+from tests.invariants import check_cache
 from tests.simulated import TalkingEngine, make_engine, run
 
 SYSTEM = array("i", range(1, 41))  # ten chunks of four
@@ -157,7 +158,7 @@ def test_conversations_at_random_keep_every_invariant(seed: int) -> None:
             for record in [event.turn for _ in range(rng.randint(1, 6)) for event in engine.step(None) if event.turn]:
                 found = [record.gpu_hit_tokens, record.cpu_hit_tokens, record.recomputed_tokens]
                 assert None in found or sum(map(int, found)) == record.history_tokens
-        engine.cache.check()
+        check_cache(engine.cache)
     run(engine)
     engine.forget(None)
     assert engine.cache.gpu_blocks_used == engine.cache.cpu_blocks_used == 0 or engine.cache.tiers.copies.open_moves

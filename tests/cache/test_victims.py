@@ -5,6 +5,9 @@ from collections.abc import Hashable
 
 import pytest
 
+from pensieve.core.cache.base import CacheCounters
+from pensieve.core.cache.heaps import HeapIndex
+from pensieve.core.cache.tiers import Tiers
 from pensieve.core.cache.victims import VictimIndex
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.policies.belady import Belady
@@ -13,6 +16,7 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Hint
 from pensieve.core.session import Session, Stem, View
 from pensieve.errors import PolicyError
+from pensieve.plugins.caches.shared import SharedIndex
 from pensieve.plugins.policies.hinted import Hinted, OracleHint
 from tests.calls import calls_of
 from tests.simulated import policy_context, with_chunks
@@ -44,7 +48,7 @@ def brute_force(policy: EvictionPolicy, sessions: list[Session], now_s: float) -
 def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy], seed: int) -> None:
     rng = random.Random(seed)
     policy = make(policy_context())  # type: ignore[call-arg]
-    index = VictimIndex(policy, View.DIRTY)
+    index = Tiers(policy, 4, 0, 0, CacheCounters()).dirty
     sessions = [with_chunks(Session(str(i), i, 0.0, rng.uniform(0, 5)), 8) for i in range(12)]
     now = 5.0
     for _ in range(300):
@@ -69,8 +73,10 @@ def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy],
         expected = brute_force(policy, sessions, now)
         found = next(index.victims(now), None)
         assert (found and (found[0].number, found[1])) == expected
-        told = index.first(now)
-        assert (told and (told[0].number, told[1])) == expected, "also where some session waits"
+        told = index.choose(1, now).spans()
+        assert [(node.number, first) for node, first, _ in told] == [expected] * (expected is not None), (
+            "with one that waits"
+        )
         if action > 0.9:
             for victim, victim_chunk in index.victims(now):
                 assert (victim.number, victim_chunk) == brute_force(policy, sessions, now)
@@ -113,7 +119,7 @@ def test_a_choice_is_what_taking_one_chunk_after_the_other_gives(make: type[Evic
     """Runs that are told at once and merged, held against heaps that are asked anew for each chunk, ties included."""
     rng = random.Random(seed)
     policy = make(policy_context())  # type: ignore[call-arg]
-    index = VictimIndex(policy, View.DIRTY)
+    index = Tiers(policy, 4, 0, 0, CacheCounters()).dirty
     sessions = [
         with_chunks(Session(str(i), i, rng.randrange(3), float(rng.randrange(4)), waiting=(0,) * rng.randint(0, 1)), 90)
         for i in range(9)
@@ -144,7 +150,7 @@ def test_what_several_conversations_have_goes_by_what_it_is_worth_to_all(make: t
     """Chosen by taking the lowest of all first chunks, one after the other; retention value: Cost times the sum of 1 / T."""
     rng = random.Random(seed)
     policy = make(policy_context())  # type: ignore[call-arg]
-    index = VictimIndex(policy, View.DIRTY)
+    index = SharedIndex(policy, View.DIRTY)
     sessions = [with_chunks(Session(str(i), i, 0.0, float(rng.randrange(9))), 90) for i in range(9)]
     nodes = [session.leaf for session in sessions]
     for number in range(-6, 0):
@@ -180,7 +186,7 @@ def test_what_several_conversations_have_goes_by_what_it_is_worth_to_all(make: t
 def test_a_choice_costs_as_much_however_many_are_idle() -> None:
     costs = []
     for count in (300, 3000):
-        index = VictimIndex(Lru(policy_context()), View.DIRTY)
+        index = HeapIndex(Lru(policy_context()), View.DIRTY)
         for number in range(count):
             session = with_chunks(Session(str(number), number, 0.0, float(number)), 32)
             session.leaf.chunks.view = bytearray([View.DIRTY]) * 32
@@ -202,7 +208,7 @@ class Turning(EvictionPolicy):
 
 def test_a_policy_that_says_that_its_order_has_turned_is_asked_anew() -> None:
     policy = Turning(policy_context())
-    index = VictimIndex(policy, View.DIRTY)
+    index = Tiers(policy, 4, 0, 0, CacheCounters()).dirty
     sessions = [with_chunks(Session(str(i), i, 0.0, float(i)), 3) for i in range(4)]
     for session in sessions:
         put(index, session, 0)
@@ -224,7 +230,7 @@ def test_a_key_that_stands_nowhere_is_refused_with_its_method(method: str, key: 
             return key if method == "score" else 0.0  # type: ignore[return-value]
 
     line = getattr(Odd, method).__code__.co_firstlineno
-    index = VictimIndex(Odd(policy_context()), View.DIRTY)
+    index = HeapIndex(Odd(policy_context()), View.DIRTY)
 
     def choose() -> None:
         put(index, with_chunks(Session("talk", 0, 0.0, 1.0), 1), 0)

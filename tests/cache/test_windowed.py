@@ -23,6 +23,7 @@ from pensieve.sim.worker import simulated_cost
 from pensieve.specs import ModelSpec
 from tests.composed import checked
 from tests.exact import CheckedEngine, Paths
+from tests.invariants import check_cache
 from tests.simulated import make_engine, policy_context, request, run
 from tests.worker.torch.driver import random_tokens, tiny_model
 
@@ -223,7 +224,7 @@ def test_states_survive_any_order_of_turns_and_edits(seed):
     drive(engine, seed, most=120)
     turns = run(engine)
     assert all(t.gpu_hit_tokens + t.cpu_hit_tokens + t.recomputed_tokens == t.history_tokens for t in turns.values())
-    engine.cache.check()
+    check_cache(engine.cache)
 
 
 def test_a_model_with_states_is_simulated_and_refused_for_real():

@@ -34,6 +34,7 @@ from pensieve.plugins.engines.vllm import Vllm
 from pensieve.plugins.vllm.options import Tiers, policy_maker
 from pensieve.sim.worker import VirtualClock
 from tests.engines.small import setup_of
+from tests.invariants import check_cache
 from tests.simulated import MACHINE, TalkingEngine, make_engine, policy_context
 
 RECORD, SHAPES = (Path(__file__).with_name(f"offload_{name}.json") for name in ("hits", "shapes"))
@@ -259,7 +260,7 @@ def asked(load: Load, engine: TalkingEngine) -> tuple[list[Hits], list[list[int]
                 replies[number] = reply
                 said[running[number]] = said[f"#{number}"] = said[f"#{number}"] + reply
                 ended.append(number)
-        engine.cache.check()
+        check_cache(engine.cache)
         return engine.progressed
 
     for number, (name, prompt, reply) in enumerate(load.turns()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.belady import Belady
+from tests.invariants import check_cache
 from tests.simulated import policy_context, request
 
 
@@ -30,4 +31,4 @@ def test_of_two_that_wait_the_one_that_is_served_last_goes_first():
     cache.reorder(first)
     cache.room.drop(1, 6.0)
     assert first.chunks[0].gpu is None
-    cache.check()
+    check_cache(cache)

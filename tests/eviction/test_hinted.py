@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.cache.heaps import HeapIndex
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import Hint
 from pensieve.core.session import Session, View
@@ -20,7 +20,7 @@ def idle(number: int, last_active_s: float, hint: Hint | None = None, next_use_s
 
 def evicted(policy: EvictionPolicy, sessions: list[Session], now_s: float) -> list[int]:
     """The numbers of the conversations in the order of eviction (that the index keeps it: tests/cache/test_victims.py)."""
-    index = VictimIndex(policy, View.DIRTY)
+    index = HeapIndex(policy, View.DIRTY)
     return [session.number for session in sorted(sessions, key=lambda session: index.as_victim(session.leaf, 0, now_s))]
 
 

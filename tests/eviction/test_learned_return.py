@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.cache.heaps import HeapIndex
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Hint
 from pensieve.core.session import Session, View
@@ -108,7 +108,7 @@ def test_it_learns_which_conversations_return() -> None:
 
 def test_what_clients_make_up_and_what_nobody_chooses_from_takes_bounded_room() -> None:
     policy = LearnedReturn(policy_context(), guarded=False)
-    index = VictimIndex(policy, View.DIRTY)
+    index = HeapIndex(policy, View.DIRTY)
     for number in range(600):
         session = with_chunks(Session(str(number % 3), number % 3, 0.0, float(number)), 1)
         session.hint = Hint(tool=f"tool {number}")

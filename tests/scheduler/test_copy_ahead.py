@@ -10,6 +10,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import Moved
 from pensieve.core.policies.lru import Lru
 from pensieve.plugins.overlap import choose_copy_ahead
+from tests.invariants import check_cache
 from tests.simulated import policy_context
 
 
@@ -41,7 +42,7 @@ def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead):
     cache.room.swap_out(4, 2.0, None, spare=ahead == "spare")
     assert [len(move.src) for move in cache.take_moves()] == ([4] if ahead == "paper" else [1])
     assert cache.counters.dropped_chunks == (3 if ahead == "paper" else 0)
-    cache.check()
+    check_cache(cache)
 
 
 # -- auto -------------------------------------------------------------------------------------------------------------

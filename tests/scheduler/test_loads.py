@@ -15,6 +15,7 @@ from pensieve.serve.books.books import Books
 from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.composed import checked
+from tests.invariants import check_cache
 from tests.simulated import TalkingEngine, policy_context
 
 CHUNK = 32
@@ -74,7 +75,7 @@ def serve(load_apart, history, returning, depth=1, decoders=16):
             elif number < 200 and event.kind in ("first_token", "token"):
                 gaps_ms += [(now - last[number]) / 1e6] if number in last else []
                 last[number] = now
-    cache.check()
+    check_cache(cache)
     return gaps_ms, first_ms, tokens
 
 

@@ -16,6 +16,7 @@ from pensieve.core.request import Free, Sampling
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, RequestFailed, RequestRefused
 from pensieve.lab.compose.conf import read_option
 from pensieve.serve.server.api import Stream
+from tests.invariants import check_cache
 from tests.server.live import PATIENCE_S, Hold, held, until
 
 
@@ -267,7 +268,7 @@ def test_cancelling_keeps_what_was_generated_and_frees_the_rest(real, early):
     after = real.generate("long", text=" on", max_new_tokens=2, ignore_eos=True).turn
     assert after.prompt_tokens == 5 + len(result.token_ids) + 3
     assert real.cancel("long") == 0
-    real.system.engine.cache.check()
+    check_cache(real.system.engine.cache)
 
 
 def test_closing_ends_streams_and_futures(early):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.invariants import check_cache
+
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
@@ -171,7 +173,7 @@ def test_a_client_that_goes_away_frees_what_it_held(live, monkeypatch):
             chat(client.with_options(timeout=1), [{"role": "user", "content": "Long too"}], max_tokens=3000)
         assert until(lambda: all(turn.cut for turn in _asked(state.server)))
     assert until(lambda: state.server.under_way == 0)
-    state.server.system.engine.cache.check()
+    check_cache(state.server.system.engine.cache)
 
 
 def _asked(server):

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from tests.invariants import check_cache
+
 pytest.importorskip("fastapi")
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -171,7 +173,7 @@ def test_a_conversation_deleted_before_it_was_asked_again_is_given_up_on_disk_to
         respond(client, "Another one", headers=BOB)  # the engine learns of it with the next turn
         left = {name: told for name, _, told in disowned}
         assert left["alice/deleted"] == tokens and left["alice/asked"][: len(tokens)] and None in left.values()
-        engine.cache.check()
+        check_cache(engine.cache)
 
 
 def test_the_forgotten_leave_the_file_and_what_they_said_is_nowhere(tmp_path):

@@ -12,6 +12,8 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from tests.invariants import check_cache
+
 pytest.importorskip("fastapi")
 
 import pytest
@@ -64,7 +66,7 @@ def test_no_request_that_the_document_allows_or_not_makes_the_server_fail():
         assert len(sent) >= 5 * CASES
         assert sum(status == 200 for status in sent) > CASES, "some of it was served"
         assert until(lambda: state.server.under_way == 0)
-        state.server.system.engine.cache.check()
+        check_cache(state.server.system.engine.cache)
         assert client.get("/health").status_code == 200
     print(f"{len(sent)} requests, {sum(status == 200 for status in sent)} of them served")
 
@@ -164,7 +166,7 @@ def test_forget_beside_requests_keeps_the_engine_whole():
         assert [side.error for side in talking] == [None] * 4
         server.forget()
         assert list(server.system.engine.cache.sessions) == []
-        server.system.engine.cache.check()
+        check_cache(server.system.engine.cache)
 
 
 def test_a_taken_port_is_told_before_the_model_loads(monkeypatch):

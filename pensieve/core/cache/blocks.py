@@ -35,7 +35,7 @@ class BlockPool:
         if blocks:
             self._put(0, blocks)
 
-    def allocate(self, count: int, holder: int = NOBODY_NOW) -> list[int]:
+    def allocate(self, count: int, holder: int = NOBODY_NOW) -> Sequence[int]:
         """Take `count` free blocks, in as few runs as the size classes give quickly. The caller has checked that there are
         enough. holder: the number of the session that has them."""
         assert count <= self.free, f"{count} blocks asked, {self.free} free"
@@ -53,7 +53,7 @@ class BlockPool:
         self.facts.held(self.tier, taken, holder)
         return taken
 
-    def allocate_after(self, block: int | None, count: int, holder: int = NOBODY_NOW) -> list[int]:
+    def allocate_after(self, block: int | None, count: int, holder: int = NOBODY_NOW) -> Sequence[int]:
         """Take `count` free blocks: those behind `block` as far as they are free, so that consecutive chunks lie in runs,
         and the others from the middle of the longest free extents, where a run has room to grow. The caller has checked
         that there are enough."""

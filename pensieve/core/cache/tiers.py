@@ -45,7 +45,8 @@ from numpy.typing import NDArray
 
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
 from pensieve.core.cache.blocks import ALIVE, BlockPool, CopyRun, OpenCopies
-from pensieve.core.cache.victims import Choice, VictimIndex, compared
+from pensieve.core.cache.heaps import HeapIndex
+from pensieve.core.cache.victims import Choice, RunIndex, Span, VictimIndex, compared
 from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
 from pensieve.core.policies.base import EvictionPolicy
@@ -109,7 +110,8 @@ class Tiers:
         self.copies = OpenCopies(self.gpu, self.cpu)
 
     def _victims(self, policy: EvictionPolicy, view: View) -> VictimIndex:
-        return VictimIndex(policy, view)
+        at_once = policy.many is not None and not policy.whole_conversations
+        return RunIndex(policy, view) if at_once else HeapIndex(policy, view)
 
     def report_to(self, facts: Facts) -> None:
         self.facts = self.gpu.facts = self.cpu.facts = facts
@@ -195,29 +197,41 @@ class Tiers:
                 stop, place = stop + 1, place + 1
             self.free_cpu(node, start, stop)
 
-    def reclaim(self, node: Node, start: int, stop: int) -> None:
+    def reclaim(self, spans: Sequence[Span]) -> None:
         """Free the GPU blocks of clean chunks, whose KV stays on CPU."""
-        self.free_gpu(node, start, stop)
-        self.counters.evicted_chunks += stop - start
-        self._set_views(node, start, bytes((View.CPU_ONLY,)) * (stop - start))
+        self.counters.evicted_chunks += self._free_victims(True, spans)
+        for node, start, stop in spans:
+            self._set_views(node, start, bytes((View.CPU_ONLY,)) * (stop - start))
 
-    def drop_gpu(self, node: Node, start: int, stop: int) -> None:
+    def drop_gpu(self, spans: Sequence[Span]) -> None:
         """Free the GPU blocks of chunks that are not on CPU: their KV is lost, or on disk."""
-        self._store(node, start, stop, GPU)
-        self.free_gpu(node, start, stop)
-        self.counters.evicted_chunks += stop - start
-        self._lose(node, start, stop)
+        self._store(spans, GPU)
+        self.counters.evicted_chunks += self._free_victims(True, spans)
+        self._lose(spans)
 
-    def drop_cpu(self, node: Node, start: int, stop: int) -> None:
+    def drop_cpu(self, spans: Sequence[Span]) -> None:
         """Free the CPU blocks of chunks that are not on GPU: their KV is lost, or on disk."""
-        self._store(node, start, stop, CPU)
-        self.free_cpu(node, start, stop)
-        self._lose(node, start, stop)
+        self._store(spans, CPU)
+        self._free_victims(False, spans)
+        self._lose(spans)
 
-    def _store(self, node: Node, start: int, stop: int, source: Tier) -> None:
-        move = self.below.store(node, start, stop, source, self.copies.ticket())
-        if move is not None:
-            self.planned.append(move)
+    def _free_victims(self, on_gpu: bool, spans: Sequence[Span]) -> int:
+        """Free the blocks of chunks that are in a view, which no copy or plan uses; returns how many there were."""
+        blocks = array("i")
+        for node, start, stop in spans:
+            chunks = node.chunks
+            column, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
+            blocks += column[start:stop]
+            column[start:stop] = NO_BLOCKS * (stop - start)
+            lengths[start:stop] = NOTHING * (stop - start)
+        (self.gpu if on_gpu else self.cpu).release(blocks)
+        return len(blocks)
+
+    def _store(self, spans: Iterable[Span], source: Tier) -> None:
+        for node, start, stop in spans if self.below.blocks else ():
+            move = self.below.store(node, start, stop, source, self.copies.ticket())
+            if move is not None:
+                self.planned.append(move)
 
     def invalidate(self, node: Node, start: int, stop: int) -> None:
         """Mark what the GPU blocks of a running node's chunks hold as not valid; the chunks keep the blocks."""
@@ -394,15 +408,16 @@ class Tiers:
 
     # -- how --------------------------------------------------------------------------------------------------------
 
-    def _lose(self, node: Node, start: int, stop: int) -> None:
+    def _lose(self, spans: Iterable[Span]) -> None:
         """The last copies of these chunks are gone."""
-        if self.shares:
-            for name in node.named(stop, self.chunk_tokens)[start:]:
-                self.facts.lost_content(name)
-        else:
-            self.facts.lost(node.session, node.start + start, node.start + stop)
-        self.counters.dropped_chunks += stop - start
-        self.update(node, start, stop)
+        for node, start, stop in spans:
+            if self.shares:
+                for name in node.named(stop, self.chunk_tokens)[start:]:
+                    self.facts.lost_content(name)
+            else:
+                self.facts.lost(node.session, node.start + start, node.start + stop)
+            self.counters.dropped_chunks += stop - start
+            self.update(node, start, stop)
 
     def _cut(self, node: Node, first: int) -> None:
         """Delete the records from chunk `first` on."""

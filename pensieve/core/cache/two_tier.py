@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from pensieve.core.cache.base import Broken, CacheManager, Room
-from pensieve.core.cache.invariants import check_tiers
 from pensieve.core.cache.tiers import Tiers, found_in, missing_runs
-from pensieve.core.cache.victims import Choice, VictimIndex
+from pensieve.core.cache.victims import Choice, Span, VictimIndex
 from pensieve.core.facts import Admission, Found
 from pensieve.core.plan import Move, Moved
 from pensieve.core.policies.base import EvictionPolicy, as_policy
@@ -108,26 +107,12 @@ class TwoTierRoom(Room):
         """Free GPU blocks of clean chunks, whose KV stays on CPU; returns how many were freed."""
         return self._free_gpu(self.tiers.clean, self.tiers.reclaim, blocks, now_s)
 
-    def _free_gpu(self, victims: VictimIndex, take: Callable[[Node, int, int], None], blocks: int, now_s: float) -> int:
+    def _free_gpu(self, victims: VictimIndex, take: Callable[[Sequence[Span]], None], blocks: int, now_s: float) -> int:
         if blocks <= 0 or not victims.chunks:
             return 0
-        if blocks == 1 and (span := victims.first(now_s)) is not None:
-            take(*span)
-            return 1
         chosen = victims.choose(blocks, now_s, whole=True)
-        self.give_up(chosen, take)
+        take(chosen.spans())
         return len(chosen)
-
-    def give_up(self, chosen: Choice, take: Callable[[Node, int, int], None]) -> None:
-        """Have `take` do what it does with the runs of the chosen chunks: reclaim them, or drop them."""
-        for span in chosen.spans():
-            take(*span)
-
-    def victims_of_others(self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float) -> Choice:
-        """Choose at most `count` victims among the other sessions, whatever its own chunks are worth to the policy."""
-        own = {node: node.chunks.view.count(view) for node in session.nodes()}
-        chosen = victims.choose(count + sum(own.values()), now_s)
-        return chosen.some(np.array([one.node not in own for one in chosen.own], bool)[chosen.of]).some(slice(count))
 
     def copy_out(self, chosen: Choice, now_s: float, waiting: Session | None) -> None:
         """Start to copy dirty chunks to the CPU: to blocks that are free, then those of duplicates, then of the policy's
@@ -137,7 +122,8 @@ class TwoTierRoom(Room):
             return
         if self.tiers.cpu.free < len(chosen) * self.chunk_blocks:
             chosen = self._for_cpu(chosen, now_s)
-        self.give_up(chosen, self._take_cpu)
+        for span in chosen.spans():
+            self._take_cpu(*span)
         self.tiers.copy_out(chosen, waiting)
 
     def _for_cpu(self, chosen: Choice, now_s: float) -> Choice:
@@ -150,9 +136,9 @@ class TwoTierRoom(Room):
             return chosen
         rows, instead = tiers.lost_for_want(chosen.some(lacking), now_s)
         lost = lacking[rows]
-        self.give_up(instead, tiers.drop_cpu)
+        tiers.drop_cpu(instead.spans())
         if len(lost):
-            self.give_up(_still_dirty(chosen.some(lost)), tiers.drop_gpu)
+            tiers.drop_gpu(_still_dirty(chosen.some(lost)).spans())
             chosen = chosen.some(np.delete(np.arange(len(chosen)), lost))
         return _still_dirty(chosen)
 
@@ -403,7 +389,7 @@ class TwoTierCache(CacheManager):
         return bool(somewhere or self.below.blocks or self.tiers.copies.any_of(session.leaf))
 
     def check(self) -> None:
-        check_tiers(self.tiers, self.sessions.values())
+        self.tiers.copies.check()
         self.below.check()
 
 

@@ -67,17 +67,20 @@ class EvictionPolicy(ABC):
     of that turn. None: it is not told."""
 
     together: Callable[[Sequence[Session], int, int, float], Scores] | None = None
-    """`scores` of chunks that all these sessions have, the one active last at the front; none is lower than for that one
+    """`score` of chunks that all these sessions have, the one active last at the front; none is lower than for that one
     alone. None: they are those of that one."""
+
+    many: Callable[[NDArray[np.float64], NDArray[np.int64], float], NDArray[np.float64]] | None = None
+    """`score` of chunks of many sessions at once, where all chunks of a session have one order: from the order and the index
+    of each. None: each is asked by itself."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
 
     def __init_subclass__(cls) -> None:
-        """What a class inherits of `scores` and `together` is not true of another bucket, order or score of its own."""
-        if vars(cls).keys() & {"bucket", "order", "score"} and "scores" not in vars(cls):
-            cls.scores = EvictionPolicy.scores  # type: ignore[method-assign]
-            cls.together = vars(cls).get("together")
+        """What a class inherits of `many` and `together` is not true of another bucket, order or score of its own."""
+        if vars(cls).keys() & {"bucket", "order", "score"}:
+            cls.many, cls.together = vars(cls).get("many"), vars(cls).get("together")
 
     @abstractmethod
     def order(self, session: Session, chunk: int) -> float:
@@ -92,10 +95,15 @@ class EvictionPolicy(ABC):
         return order
 
     def scores(self, session: Session, start: int, stop: int, now_s: float) -> Scores:
-        """What `score` says of each chunk in [start, stop), told at once: a policy may know a quicker way, if all chunks of a
-        session have one order."""
+        """What `score` says of each chunk in [start, stop)."""
+        if self.many is not None:
+            return self.many(np.full(stop - start, self.order(session, start)), np.arange(start, stop), now_s)
         chunks = range(start, stop)
         return [self.score(self.bucket(session, chunk), self.order(session, chunk), now_s) for chunk in chunks]
+
+    def below(self, orders: NDArray[np.float64], score: float, now_s: float) -> NDArray[np.int64]:
+        """For `many`: of sessions with these orders, no chunk from here on has a lower score."""
+        return np.full(len(orders), np.iinfo(np.int64).max)
 
 
 def as_policy(policy: object) -> EvictionPolicy:

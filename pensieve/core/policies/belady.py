@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.session import Session
@@ -23,5 +25,5 @@ class Belady(EvictionPolicy):
             return -session.waiting[0]
         return -math.inf if session.next_use_s is None else -session.next_use_s
 
-    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
-        return [self.order(session, start)] * (stop - start)
+    def many(self, orders: NDArray[np.float64], chunks: NDArray[np.int64], now_s: float) -> NDArray[np.float64]:
+        return orders

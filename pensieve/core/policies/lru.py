@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
+from numpy.typing import NDArray
 
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.session import Session
@@ -14,8 +15,8 @@ class Lru(EvictionPolicy):
     def order(self, session: Session, chunk: int) -> float:
         return session.last_active_s
 
-    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
-        return [self.order(session, start)] * (stop - start)
+    def many(self, orders: NDArray[np.float64], chunks: NDArray[np.int64], now_s: float) -> NDArray[np.float64]:
+        return orders
 
 
 class ConversationLru(Lru):
@@ -31,4 +32,4 @@ class Fifo(Lru):
     def order(self, session: Session, chunk: int) -> float:
         return session.created_s
 
-    scores = Lru.scores
+    many = Lru.many

@@ -23,6 +23,7 @@ class RetentionValue(EvictionPolicy):
         super().__init__(context)
         self._cost: list[float] = []  # by chunk index: seconds to recompute it
         self._told: NDArray[np.float64] = np.empty(0)  # the same
+        self._rises = True
 
     def bucket(self, session: Session, chunk: int) -> int:
         return chunk
@@ -36,20 +37,33 @@ class RetentionValue(EvictionPolicy):
             self._learn(bucket + 1)
         return (order - now_s) / self._cost[bucket]
 
-    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Scores:
-        return self._scores(session.last_active_s - now_s, start, stop)
-
     def together(self, sessions: Sequence[Session], start: int, stop: int, now_s: float) -> Scores:
         ages = [session.last_active_s - now_s for session in sessions]
-        return self._scores(0.0 if 0.0 in ages else 1.0 / sum([1.0 / age for age in ages]), start, stop)
+        age = 0.0 if 0.0 in ages else 1.0 / sum([1.0 / one for one in ages])
+        return self.many(np.array([age]), np.arange(start, stop), 0.0)
 
-    def _scores(self, age: float, start: int, stop: int) -> Scores:
-        if stop > len(self._cost):
-            self._learn(stop)
-        return age / self._told[start:stop]
+    def many(self, orders: NDArray[np.float64], chunks: NDArray[np.int64], now_s: float) -> NDArray[np.float64]:
+        try:
+            return (orders - now_s) / self._told[chunks]
+        except IndexError:
+            self._learn(int(chunks.max()) + 1)
+            return (orders - now_s) / self._told[chunks]
+
+    def below(self, orders: NDArray[np.float64], score: float, now_s: float) -> NDArray[np.int64]:
+        if not (score < 0 and self._rises):
+            return np.full(len(orders), _ALL)
+        costs = (orders - now_s) / (score * _NEARLY)
+        stops = self._told.searchsorted(costs, "right")
+        stops[stops == len(self._told)] = _ALL  # what the others cost is not known yet
+        return stops
 
     def _learn(self, chunks: int) -> None:
         """Ask what so many chunks cost at least."""
         size = self.context.chunk_tokens
         self._cost += [self.context.recompute_s(chunk * size) for chunk in range(len(self._cost) + 1, chunks + 1)]
         self._told = np.array(self._cost)
+        self._rises = bool((self._told[1:] >= self._told[:-1]).all())
+
+
+_ALL = np.iinfo(np.int64).max
+_NEARLY = 1 - 1e-9  # wider than what rounding moves

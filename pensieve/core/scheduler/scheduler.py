@@ -29,7 +29,7 @@ def unified(running: Sequence[ActiveRequest], max_tokens: int) -> list[Share]:
     shares: list[Share] = []
     others: list[ActiveRequest] = []
     for active in running:
-        if active.decoding:
+        if active.work_tokens == 1 and active.decoding:
             shares.append((active, 1))
         else:
             others.append(active)

@@ -188,7 +188,7 @@ class PrefixCache(OneTier):
         stranded = frozenset(index for index in behind if names[index] in self._blocks_of)
         return super()._found(session, tokens)._replace(names=names, stranded=stranded)
 
-    def _take(self, session: Session, count: int) -> list[int]:
+    def _take(self, session: Session, count: int) -> Sequence[int]:
         for _ in range(count - self.gpu.free):
             block = next(block for block in self._idle if block not in self._busy)
             self._evict(block)

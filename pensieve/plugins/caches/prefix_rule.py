@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import count, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pensieve.core.cache.heaps import HeapIndex
 from pensieve.core.cache.tiers import Tiers
-from pensieve.core.cache.victims import Choice, VictimIndex
+from pensieve.core.cache.victims import Choice, Span, VictimIndex
 from pensieve.core.policies.base import EvictionPolicy, Scores
 from pensieve.core.session import NO_BLOCK, ChunkRun, Node, Session, Stem, View, runs_of
 
 
-class TailIndex(VictimIndex):
+class TailIndex(HeapIndex):
     """From the tail: the last chunk of a node goes first, and what follows a node before it, so that what is left of a
     conversation is a prefix. The place of a chunk is ~chunk.
 
@@ -60,9 +62,16 @@ class PrefixTiers(Tiers):
         if not start and node.parent is not None:
             self.reorder(node.parent)
 
-    def _lose(self, node: Node, start: int, stop: int) -> None:
+    def _free_victims(self, on_gpu: bool, spans: Sequence[Span]) -> int:
+        freed = super()._free_victims(on_gpu, spans)
+        for node, start, _ in spans:
+            if not start and node.parent is not None:
+                self.reorder(node.parent)
+        return freed
+
+    def _lose(self, spans: Iterable[Span]) -> None:
         """Those behind them go too."""
-        super()._lose(node, *self._free_behind(node, start, stop))
+        super()._lose((node, *self._free_behind(node, start, stop)) for node, start, stop in spans)
 
     def _set_views(self, node: Node, start: int, views: bytes) -> None:
         changed = node.chunks.view[start : start + len(views)] != views
@@ -97,7 +106,7 @@ class PrefixTiers(Tiers):
         """The same from the tail: the least of both together are lost, so that no chunk goes before those behind it."""
         cpu_only, short = self.cpu_only, len(lacking) - self.cpu.free
         there = cpu_only.choose(short, now_s)
-        nodes = [lacking.own[of].node for of in lacking.of.tolist()]
+        nodes = [lacking.nodes[of] for of in lacking.of.tolist()]
         ours = map(cpu_only.as_victim, nodes, lacking.places.tolist(), repeat(now_s))
         going = sorted([*zip(ours, count()), *zip(there.victims(), repeat(-1))])[:short]
         lost = [row for _, row in going if row >= 0]

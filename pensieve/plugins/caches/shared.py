@@ -23,10 +23,14 @@ begin with it, since they would compute it too.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal
 
+from pensieve.core.cache.heaps import HeapIndex
 from pensieve.core.cache.tiers import Tiers
 from pensieve.core.cache.two_tier import TwoTierRoom
+from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.policies.base import EvictionPolicy, Scores
 from pensieve.core.request import TokenArray
 from pensieve.core.session import (
     NO_BLOCK,
@@ -40,7 +44,7 @@ from pensieve.core.session import (
     chunks_of,
     common_prefix,
 )
-from pensieve.plugins.caches.prefix_rule import PrefixTiers
+from pensieve.plugins.caches.prefix_rule import PrefixTiers, TailIndex
 from pensieve.plugins.caches.restore import RestoreMode, RestoringCache, Reuse
 
 Share = Literal["off", "within-tenant"]
@@ -149,8 +153,27 @@ class PrefixTree:
         return []
 
 
+_HOLDERS = 64  # sessions that say what a stem is worth: those before them add next to nothing
+
+
+class SharedIndex(HeapIndex):
+    """Several sessions say what a stem is worth: no less than its entry in a heap, which stands for the last one."""
+
+    def _decides(self, node: Node) -> bool:
+        return self._policy.together is None or not isinstance(node, Stem) or len(node.holders) < 2
+
+    def _scores(self, node: Node, first: int, last: int, now_s: float) -> Scores:
+        if self._policy.together is None or self._decides(node):
+            return super()._scores(node, first, last, now_s)
+        assert isinstance(node, Stem)
+        return self._policy.together(tuple(islice(reversed(node.holders.values()), _HOLDERS)), first, last, now_s)
+
+
 class SharedTiers(Tiers):
     """Tiers whose nodes are split, and take over what others have of the same content."""
+
+    def _victims(self, policy: EvictionPolicy, view: View) -> VictimIndex:
+        return SharedIndex(policy, view)
 
     def split(self, node: Node, upper: Node, count: int) -> None:
         """Move the node's first `count` chunks to a new node that precedes it; blocks and copies under way stay as they
@@ -199,8 +222,15 @@ class SharedTiers(Tiers):
                 self.update(target, index, index + 1)
 
 
+class SharedTailIndex(TailIndex, SharedIndex):
+    """The same, from the tail."""
+
+
 class SharedPrefixTiers(PrefixTiers, SharedTiers):
     """The same, of which a prefix alone is of use."""
+
+    def _victims(self, policy: EvictionPolicy, view: View) -> VictimIndex:
+        return SharedTailIndex(policy, view)
 
 
 class SharedRoom(TwoTierRoom):

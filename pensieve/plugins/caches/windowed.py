@@ -29,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve.core.cache.blocks import ALIVE, BlockPool
+from pensieve.core.cache.heaps import HeapIndex
 from pensieve.core.cache.tiers import Tiers
 from pensieve.core.cache.two_tier import TwoTierCache, TwoTierRoom
-from pensieve.core.cache.victims import Choice, VictimIndex
+from pensieve.core.cache.victims import Choice, Span, VictimIndex
 from pensieve.core.facts import NOBODY_NOW, Admission, Found
 from pensieve.core.plan import GPU, Tier
 from pensieve.core.policies.base import EvictionPolicy
@@ -66,8 +67,8 @@ class WindowPool(BlockPool):
     def __init__(self, blocks: int, tier: Tier, windows: Windows) -> None:
         super().__init__(blocks, tier)
         self._windows = windows
-        self._beside: dict[int, list[int]] = {}
-        self._reserved: dict[int, list[int]] = {}
+        self._beside: dict[int, Sequence[int]] = {}
+        self._reserved: dict[int, Sequence[int]] = {}
 
     def widen(self, blocks: Iterable[int], holder: int = NOBODY_NOW) -> None:
         """Give those of these blocks that have none the ones beside them. The caller has checked that there are enough."""
@@ -95,7 +96,7 @@ class WindowPool(BlockPool):
         return [block for blocks in (*self._beside.values(), *self._reserved.values()) for block in blocks]
 
 
-class WindowIndex(VictimIndex):
+class WindowIndex(HeapIndex):
     """Counts the blocks of its chunks too. left: by node, the chunks that have left its window."""
 
     def __init__(self, policy: EvictionPolicy, view: View, left: dict[int, int], beside: int) -> None:
@@ -149,7 +150,7 @@ class WindowTiers(Tiers):
 
     def widths(self, chosen: Choice) -> NDArray[np.int64]:
         """How many blocks each of these chunks has."""
-        left = np.array([self.left.get(one.node.number, 0) for one in chosen.own], np.int64)
+        left = np.array([self.left.get(node.number, 0) for node in chosen.nodes], np.int64)
         return np.where(chosen.places >= left[chosen.of], 1 + self.windows.beside, 1)
 
     def leave(self, node: Node, computed: int) -> None:
@@ -311,12 +312,12 @@ class WindowRoom(TwoTierRoom):
         if self.cpu_blocks and blocks > 0:
             self.copy_out(self._worth(self.tiers.dirty, blocks, now_s, whole=not spare), now_s, waiting)
 
-    def _free_gpu(self, victims: VictimIndex, take: Callable[[Node, int, int], None], blocks: int, now_s: float) -> int:
+    def _free_gpu(self, victims: VictimIndex, take: Callable[[Sequence[Span]], None], blocks: int, now_s: float) -> int:
         if blocks <= 0 or not victims.chunks:
             return 0
         chosen = self._worth(victims, blocks, now_s, whole=True)
         freed = self.blocks_of(chosen)
-        self.give_up(chosen, take)
+        take(chosen.spans())
         return freed
 
     def _worth(self, victims: VictimIndex, blocks: int, now_s: float, whole: bool) -> Choice:

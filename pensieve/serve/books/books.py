@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 from pensieve.core.facts import Admission, Computed, Facts, Found, Iterations
 from pensieve.core.machine import CostModel
@@ -334,8 +336,8 @@ class Books(Losses):
     def ended(self, request: Request, status: str, reason: str | None, now_s: float, error: str | None) -> TurnRecord:
         record = self._open.pop(request.id).record
         record.close(status, reason, now_s, error)
-        if self._cost is not None and self._prices is not None:
-            account(record, self._cost, self._prices, self._size)
+        if self._prices is not None:
+            account(record, self._prices)
         return record
 
     def _findable(self, session: Session, lookup: Lookup, found: Found) -> tuple[int | None, int | None]:
@@ -472,10 +474,24 @@ class PositionPrices:
         self._cost = cost
         self._size = chunk_tokens
         self._chunks: list[float] = []
+        self._whole: list[float] = []  # as marginal_s adds them up
         self._sums = [0.0]  # of the leading chunks
 
     def seconds(self, start: int, stop: int) -> float:
         return self._below(stop) - self._below(start)
+
+    def marginal(self, start: int, stop: int) -> float:
+        """What marginal_s says, to the last bit."""
+        size, seconds, recompute_s, whole = self._size, 0.0, self._cost.recompute_s, self._whole
+        last = (stop - 1) // size
+        if start % size and start // size < last:
+            end = (start // size + 1) * size
+            seconds, start = recompute_s(end) * (end - start) / size, end
+        if start // size < last:
+            self._price(last * size)
+            whole += [price * size / size for price in self._chunks[len(whole) : last]]
+            seconds, start = reduce(add, whole[start // size : last], seconds), last * size
+        return seconds + recompute_s(stop) * (stop - start) / size if start < stop else seconds
 
     def of(self, runs: Iterable[tuple[int, int]]) -> float:
         """Seconds of several intervals."""
@@ -495,7 +511,7 @@ class PositionPrices:
             self._sums.append(self._sums[-1] + self._chunks[-1])
 
 
-def account(record: TurnRecord, cost: CostModel, prices: PositionPrices, chunk_tokens: int) -> None:
+def account(record: TurnRecord, prices: PositionPrices) -> None:
     """Price, once it is over, what it computed again and what it found (seconds), and make its ledger."""
     if (history := record.history_tokens) is not None:
         again = [(one.start, min(one.stop, history)) for one in record.missed if one.start < history]
@@ -503,11 +519,11 @@ def account(record: TurnRecord, cost: CostModel, prices: PositionPrices, chunk_t
         record.saved_s = tuple([prices.of(runs) for runs in record.found])
     waited_ms = record.latency_ms if record.ttft_ms is None else record.ttft_ms
     if waited_ms is not None and record.missed:
-        record.misses = ledger_of(record.missed, waited_ms, cost, chunk_tokens)
+        record.misses = ledger_of(record.missed, waited_ms, prices)
     record.missed = record.found = ()
 
 
-def ledger_of(missed: Sequence[Missed], waited_ms: float, cost: CostModel, chunk_tokens: int) -> tuple[Miss, ...]:
+def ledger_of(missed: Sequence[Missed], waited_ms: float, prices: PositionPrices) -> tuple[Miss, ...]:
     """Divide the time that a turn waited for its first token among the causes of its missed positions, in proportion to
     what the cost model says each position takes to compute. Returns a line for each cause and evicting conversation (the
     MOST_EVICTORS largest): their tokens add up to the positions missed, their ms to waited_ms."""
@@ -515,7 +531,7 @@ def ledger_of(missed: Sequence[Missed], waited_ms: float, cost: CostModel, chunk
     for one in missed:
         line = lines.setdefault((one.cause, one.loss.by if one.loss else None), [0, 0.0, _NEVER])
         line[0] += one.stop - one.start
-        line[1] += marginal_s(cost, one.start, one.stop, chunk_tokens)
+        line[1] += prices.marginal(one.start, one.stop)
         line[2] = max(line[2], one.loss.at_s if one.loss else _NEVER)
     named = sorted((key for key in lines if key[1] is not None), key=lambda key: (-lines[key][0], key))
     for cause, by in named[MOST_EVICTORS:]:

@@ -15,9 +15,11 @@ Beside it, what other sessions have had: how far a prompt could be found in bloc
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pensieve.core.facts import NOBODY_NOW
 from pensieve.core.plan import Tier
@@ -77,11 +79,11 @@ class Holding:
     def __init__(self) -> None:
         self.now_ns = 0
         self._accounts = {NOBODY_NOW: Account(EARLIER)}
-        self._payers: dict[Tier, array[int]] = {}  # a session's number by block
+        self._payers: dict[Tier, NDArray[np.int32]] = {}  # a session's number by block
 
     def tier(self, tier: Tier, blocks: int, earlier: Iterable[int]) -> None:
         """A tier of so many blocks, free but for those of an earlier run."""
-        self._payers[tier] = array("i", (_FREE,)) * blocks
+        self._payers[tier] = np.full(blocks, _FREE, np.int32)
         self.give(tier, list(earlier), NOBODY_NOW)
 
     def open(self, number: int, name: str) -> None:
@@ -92,21 +94,21 @@ class Holding:
 
     def give(self, tier: Tier, blocks: Sequence[int], number: int) -> None:
         """Charge free blocks to this session."""
-        payers = self._payers[tier]
-        for block in blocks:
-            payers[block] = number
+        self._payers[tier][blocks[0] if len(blocks) == 1 else np.asarray(blocks, np.int32)] = number
         self._change(tier, number, len(blocks))
 
     def take(self, tier: Tier, blocks: Sequence[int], following: int = _FREE) -> None:
         """Charge blocks to their sessions no longer. following: whose they are from now on; by default they are free."""
-        payers, owner, count = self._payers[tier], _FREE, 0
-        for block in blocks:
-            if payers[block] != owner:
-                self._change(tier, owner, -count)
-                owner, count = payers[block], 0
-            payers[block] = following
-            count += 1
-        self._change(tier, owner, -count)
+        if not len(blocks):
+            return
+        payers, places = self._payers[tier], np.asarray(blocks, np.int32)
+        owners = payers[places]
+        payers[places] = following
+        start, listed = 0, owners.tolist()
+        stops = np.flatnonzero(owners[1:] != owners[:-1]).tolist() if len(listed) > 1 else []
+        for stop in (*stops, len(listed) - 1):
+            self._change(tier, listed[stop], start - stop - 1)
+            start = stop + 1
         if following != _FREE:
             self._change(tier, following, len(blocks))
 

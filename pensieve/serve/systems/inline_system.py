@@ -204,24 +204,23 @@ class FastForward:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def stand(self, running: Sequence[ActiveRequest], now_s: float) -> Sequence[ActiveRequest]:
+        members = self.members
         others: list[ActiveRequest] = []
-        goes_on = len(self.members) <= self._scheduler.settings.max_batch_tokens
+        goes_on = len(members) <= self._scheduler.settings.max_batch_tokens
         for active in running:
-            if active in self.members:
+            if active in members:
                 last = active
             else:
                 others.append(active)
-                goes_on = goes_on and not active.decoding
+                goes_on = goes_on and not (active.work_tokens == 1 and active.decoding)
         if not goes_on or not self._take_blocks(0, now_s):
-            self.leave(list(self.members))
+            self.leave(list(members))
             self.decodes = NO_DECODES
             return running
         self._scheduler.facts.room_for(last.session, now_s)
-        count, before, longest, done = len(self.members), 0, 0, self._done - 1
-        for member in self.members.values():
-            before += member.offset
-            longest = max(longest, member.offset + done)
-        self.decodes = Decodes(count, before + count * done, longest)
+        count, done = len(members), self._done - 1
+        offsets = [member.offset for member in members.values()]
+        self.decodes = Decodes(count, sum(offsets) + count * done, max(0, max(offsets) + done))
         return others
 
     def iterations(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
@@ -457,10 +456,10 @@ class ScatteredPool(BlockPool):
 
     def __init__(self, blocks: int, tier: Tier = GPU) -> None:
         self.tier, self.blocks, self.facts = tier, blocks, SILENT
-        self._stack = list(range(blocks - 1, -1, -1))
+        self._stack = array("i", range(blocks - 1, -1, -1))
         self.free = blocks
 
-    def allocate(self, count: int, holder: int = NOBODY_NOW) -> list[int]:
+    def allocate(self, count: int, holder: int = NOBODY_NOW) -> TokenArray[int]:
         assert count <= self.free, f"{count} blocks asked, {self.free} free"
         self.free -= count
         taken = self._stack[self.free :]
@@ -468,12 +467,12 @@ class ScatteredPool(BlockPool):
         self.facts.held(self.tier, taken, holder)
         return taken
 
-    def allocate_after(self, block: int | None, count: int, holder: int = NOBODY_NOW) -> list[int]:
+    def allocate_after(self, block: int | None, count: int, holder: int = NOBODY_NOW) -> TokenArray[int]:
         return self.allocate(count, holder)
 
     def release(self, blocks: Sequence[int]) -> None:
         self.facts.freed(self.tier, blocks)
-        self._stack += blocks
+        self._stack.extend(blocks)
         self.free += len(blocks)
 
     def free_blocks(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""What must always be true of Tiers; for tests, since the check costs as much as everything there is."""
+"""What must always be true of a cache: its own check, and of Tiers what costs as much to check as everything there is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from pensieve.core.cache.base import CacheManager
 from pensieve.core.cache.blocks import ABANDONED, ALIVE
 from pensieve.core.cache.tiers import Tiers
+from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.session import NO_BLOCK, Node, Session, View, chunks_of
 
 
-def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
+def check_cache(cache: CacheManager) -> None:
+    """Assert every invariant."""
+    cache.check()
+    if isinstance(cache, TwoTierCache):
+        _check_tiers(cache.tiers, cache.sessions.values())
+
+
+def _check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
     """sessions: all that the cache knows."""
     users = [(node, session) for session in sessions for node in session.nodes()]
     nodes = {node.number: node for node, _ in users}
@@ -68,7 +77,6 @@ def _check_pools(tiers: Tiers, chunks: _AllChunks) -> None:
 
 
 def _check_copies(tiers: Tiers, chunks: _AllChunks) -> None:
-    tiers.copies.check()
     copying = np.zeros_like(chunks.copying)
     under_way: set[tuple[int, int]] = set()
     for moved in tiers.copies.under_way():
