@@ -153,8 +153,7 @@ class SweepCallback(Callback):
 
             self._sweep = open_sweep(config, jobs, configs, plans)
             if in_turn(config):  # Hydra would compose each of them twice more
-                beside = all(plan.device.simulated and plan.config.trial.isolate == "auto" for plan in plans)
-                self._sweep.run(Path(str(config.hydra.sweep.dir)).absolute(), jobs, configs, beside)
+                self._sweep.run(Path(str(config.hydra.sweep.dir)).absolute(), jobs, configs)
                 sys.exit(0 if self._sweep.finish() else 1)
 
     def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:

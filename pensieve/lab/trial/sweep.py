@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,9 +117,12 @@ class OpenSweep:
         finally:
             end_kept()
 
-    def run(self, folder: Path, jobs: Jobs, configs: Sequence[dict[str, Any]], beside: bool) -> None:
-        """Run the jobs, side by side if asked to. folder: for theirs. configs: resolved."""
-        with self.running() as tracking, shelf.open_shelf():
+    def run(self, folder: Path, jobs: Jobs, configs: Sequence[dict[str, Any]]) -> None:
+        """Run the jobs: real ones in turn, which share a model, simulated ones side by side unless trial.isolate says
+        otherwise. folder: for theirs. configs: resolved."""
+        simulated = all(config["hardware"]["simulated"] for config in configs)
+        beside = simulated and all(config["trial"]["isolate"] == "auto" for config in configs)
+        with self.running() as tracking, nullcontext() if simulated else shelf.open_shelf():
             under = folder if tracking.kept else tracking.outputs
             count = min(processes_here(), len(configs)) if beside else 1
             waiting = [
