@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from pensieve.errors import ConfigError, HardwareMissing
-from pensieve.lab.compose.build import _weights_memory_bytes
+from pensieve.lab.compose.build import _asked_model
 from pensieve.lab.compose.plan import find_device, memory_limit_bytes, plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.plugins.replicas import system as build_module
@@ -38,7 +38,7 @@ def test_replicas_share_the_memory_and_those_that_do_not_fit_together_are_refuse
     plan = plan_trial(checked(*REAL, "hardware.cpu_memory=8GiB"))
     given = [check(build_replicas(plan, most, "affinity").fields) for most in (1, 2, 4)]
     assert [memory_limit_bytes(one.hardware) for one in given] == [8 * 2**30, 4 * 2**30, 2 * 2**30]
-    beside = [_weights_memory_bytes(plan_trial(one)) for one in given]
+    beside = [_asked_model(plan_trial(one)).memory_bytes for one in given]
     assert beside == [8 * 2**30 // most - plan.gpu_bytes - plan.cpu_bytes for most in (1, 2, 4)]
     plan = plan_trial(checked(*REAL))
     assert build_replicas(plan, 2, "affinity").fields["hardware"]["cpu_memory"] is None
