@@ -413,9 +413,9 @@ def test_requests_under_way_are_told_when_the_system_is_closed():
         assert late.over.wait(PATIENCE_S) and late.error is not None
 
 
-def test_an_engine_that_crashed_ends_its_process(monkeypatch):
+def test_an_engine_that_crashed_ends_its_process():
     ended = []
-    with replicas() as (_, [one, *_others]):
-        monkeypatch.setattr(engine_module.os, "_exit", ended.append)
+    with replicas() as (_, [one, *_others]), pytest.MonkeyPatch.context() as patch:  # undone before that of replicas()
+        patch.setattr(engine_module.os, "_exit", ended.append)
         one.failed(engine_module.WorkerError("The engine stopped."))
     assert ended == [engine_module.CRASHED]
