@@ -124,6 +124,8 @@ def discard_output() -> None:
 
 def remember_interrupts() -> None:
     """Install the handler, unless the process was told to ignore Ctrl-C (as a shell's background job is)."""
+    global _pressed, _ending
+    _pressed = _ending = False  # those of a command before this one, in the same process
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
 
