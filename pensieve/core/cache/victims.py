@@ -143,14 +143,16 @@ class Choice:
     def spans(self) -> list[Span]:
         """As runs of chunks, those of one node together, in the order of the nodes' first ones."""
         if self._spans is None:
-            if self._rows is None:
+            if self._rows is not None:
+                self._spans = self._spans_of_rows()
+            elif len(self.nodes) == 1:
+                self._spans = _runs(self.nodes[0], self._places)
+            else:
                 stops = [*accumulate(self._counts)]
                 firsts = self._scores[[stop - count for stop, count in zip(stops, self._counts, strict=True)]].tolist()
                 known = sorted(zip(self._levels, firsts, range(len(stops)), strict=True))
                 own = [(self.nodes[i], self._places[stops[i] - self._counts[i] : stops[i]]) for _, _, i in known]
                 self._spans = [span for node, places in own for span in _runs(node, places)]
-            else:
-                self._spans = self._spans_of_rows()
         return self._spans
 
     def _spans_of_rows(self) -> list[Span]:
@@ -419,9 +421,9 @@ class RunIndex(VictimIndex):
         size = len(table.nodes)
         heads = self._many(table.order[:size], table.first[:size], now_s)
         row = int(heads.argmin())
-        alike = np.flatnonzero(heads == heads[row])
-        if len(alike) > 1:
-            row = int(table.in_order(alike)[0])
+        alike = heads == heads[row]
+        if np.count_nonzero(alike) > 1:
+            row = int(table.in_order(np.flatnonzero(alike))[0])
         return Choice([table.nodes[row]], [level], [1], table.first[row : row + 1].copy(), heads[row : row + 1])
 
     def _lowest(self, table: _Table, level: int, now_s: float, count: int) -> Choice:

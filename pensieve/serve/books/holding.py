@@ -101,11 +101,16 @@ class Holding:
         """Charge blocks to their sessions no longer. following: whose they are from now on; by default they are free."""
         if not len(blocks):
             return
-        payers, places = self._payers[tier], np.asarray(blocks, np.int32)
-        owners = payers[places]
-        payers[places] = following
-        start, listed = 0, owners.tolist()
-        stops = np.flatnonzero(owners[1:] != owners[:-1]).tolist() if len(listed) > 1 else []
+        payers = self._payers[tier]
+        if len(blocks) == 1:  # a decode's, most often
+            listed, stops = [int(payers[blocks[0]])], []
+            payers[blocks[0]] = following
+        else:
+            places = np.asarray(blocks, np.int32)
+            owners = payers[places]
+            payers[places] = following
+            listed, stops = owners.tolist(), np.flatnonzero(owners[1:] != owners[:-1]).tolist()
+        start = 0
         for stop in (*stops, len(listed) - 1):
             self._change(tier, listed[stop], start - stop - 1)
             start = stop + 1
