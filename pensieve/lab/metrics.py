@@ -109,7 +109,7 @@ _ALL = (
     *_of_unit("bytes/token", "lower", "wire_bytes_per_token", *(f"{name}_per_token" for name in BYTES)),
     *_of_unit("chunks", "lower", "evicted_chunks", "dropped_chunks"),
     *_of_unit("requests", "lower", "suspended_requests", "deferred_requests", "restarted_requests"),
-    *_of_unit("turns", "none", "moved_turns", "migrated_turns"),
+    *_of_unit("turns", "none", "moved_turns"),
     *_of_unit("failures", "none", "replica_failures"),
     *_of_unit("ms", "lower", "schedule_ms_mean"),
     *_of_unit("GiB s", "lower", "held_gib_s", "held_idle_gib_s"),

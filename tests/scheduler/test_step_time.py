@@ -1,4 +1,5 @@
-"""Scheduler and cache work a step: flat in idle and waiting conversations, counted in calls so that no noise can blur it."""
+"""Scheduler and cache work a step: flat in idle and waiting conversations, counted in calls so that no noise can blur it.
+What numpy does within a call is not seen: docs/results/speed.md has the time of a choice by idle conversations."""
 
 from __future__ import annotations
 

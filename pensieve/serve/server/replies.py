@@ -8,6 +8,7 @@ import json
 import random
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -36,7 +37,7 @@ class ClientLeft(HTTPException):
         super().__init__(499)  # as nginx logs it
 
 
-class Reply(Stream):
+class Reply(Stream, ABC):
     """A turn in the event loop, told in the form of one API: whole, or in events as its pieces come.
 
     tells_ids: a piece for each token, with its text if that is decided.
@@ -55,20 +56,21 @@ class Reply(Stream):
 
     # -- its form -----------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def whole(self) -> dict[str, Any]:
         """All of it, once the turn has ended."""
-        raise NotImplementedError
 
     def opening(self) -> Iterable[str]:
         """Events before the first piece."""
         return ()
 
+    @abstractmethod
     def piece(self, text: str) -> str:
-        raise NotImplementedError
+        """The event that tells this text."""
 
+    @abstractmethod
     def ending(self) -> Iterable[str]:
         """Events behind the last piece."""
-        raise NotImplementedError
 
     def failed(self, error: PensieveError) -> str:
         """After the first byte: the status has been sent."""
