@@ -23,7 +23,7 @@ from analysis.sweep import Source
 from pensieve.errors import PensieveError, ResultsError
 from pensieve.lab.compose.conf import conf_folder, outputs_folder
 from pensieve.lab.results.claims import Judged, judge_sweep, read_claims, record_claims
-from pensieve.lab.results.mlflow_runs import log_drawn
+from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.store import report_file
 
 PAGE = Path(__file__).with_name("page")
@@ -70,7 +70,8 @@ def _keep(source: Source, judged: Sequence[Judged], outputs: Path) -> None:
         record_claims(source.store, source.sweep.id, judged)
     except ResultsError as error:
         print(f"The verdicts were not recorded: {error}", file=sys.stderr)
-    if (run := log_drawn(outputs, source.store, source.sweep.id)) is not None:
+    run = source.sweep.mlflow_run_id
+    if run is not None and copy_sweep(outputs, source.store, source.sweep.id) is not None:
         print(f"Logged to MLflow as report.html of run {run}.")
 
 

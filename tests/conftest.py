@@ -3,10 +3,16 @@ together are composed once, and what was imported is not searched for garbage.""
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+from pensieve.hub import user_cache
+from pensieve.lab.results import mlflow_runs
 from tests.composed_once import composing_once
 
 
@@ -41,6 +47,27 @@ def _keep_what_is_imported():
     gc.collect()
     gc.freeze()
     _here_to_stay = len(sys.modules)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _mlflow_stores_are_copies():
+    """Of one that is empty: MLflow's fifty migrations take seconds, in each folder of a test."""
+    client_of = mlflow_runs.client_of
+
+    def copied(outputs):
+        empty, database = user_cache() / f"mlflow-{version('mlflow')}.db", outputs / mlflow_runs.DATABASE_NAME
+        if not empty.exists():
+            empty.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=empty.parent) as folder:
+                client_of(Path(folder)).search_experiments(max_results=1)
+                Path(folder, database.name).replace(empty)
+        if not database.exists():
+            shutil.copyfile(empty, database)
+        return client_of(outputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlflow_runs, "client_of", copied)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,7 +14,7 @@ import pytest
 from pensieve.errors import ResultsError
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results import mlflow_runs
-from pensieve.lab.results.mlflow_runs import client_of, copy_sweep, copy_trial, sync_mlflow
+from pensieve.lab.results.mlflow_runs import copy_sweep, copy_trial, sync_mlflow
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.results.sweep_table import sweep_table
@@ -34,7 +34,7 @@ def died(*_args: object) -> None:
 
 def children(outputs: Path, store: ResultsStore, sweep: int) -> dict[int, Any]:
     """The runs below the sweep's, by trial."""
-    client, parent = client_of(outputs), store.sweep(sweep).mlflow_run_id
+    client, parent = mlflow_runs.client_of(outputs), store.sweep(sweep).mlflow_run_id
     experiment = client.get_run(parent).info.experiment_id
     found = client.search_runs([experiment], filter_string=f"tags.`mlflow.parentRunId` = '{parent}'")
     return {int(run.data.tags["pensieve.trial_id"]): run for run in found}
@@ -62,7 +62,7 @@ def test_each_sweep_has_the_goodput_of_its_own_objective(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("mlflow")
-    client = client_of(tmp_path)
+    client = mlflow_runs.client_of(tmp_path)
     store = open_store(tmp_path)
     open_sweep(store, seed="0,1", **{"workload.pressure": "1,2", "trial.timeout_s": "100"})
     assert copy_sweep(tmp_path, store, 1) == 0  # it is taken up with another timeout, which is no parameter
@@ -84,7 +84,7 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     assert copy_sweep(tmp_path, store, sweep) == 0
     assert (store.sweep(sweep).mlflow_run_id, store.trial(trial).mlflow_run_id) == (parent, run)
     of_sweep = client.get_run(parent)
-    assert of_sweep.info.status == "RUNNING" and of_sweep.data.params == {"seed": "0,1", "workload.pressure": "1,2"}
+    assert of_sweep.info.status == "RUNNING" and of_sweep.info.run_name.startswith("pensieve: workload.pressure 20")
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
 
     run = children(tmp_path, store, sweep)[trial]
@@ -141,7 +141,7 @@ def test_without_mlflow_one_sentence(
         assert copy_sweep(tmp_path, store, sweep) is None
         assert copy_trial(tmp_path, store, store.begin_trial(trial_fields())) is None
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "`pip install mlflow`" in said
+    assert "mlflow" in said
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_what_mlflow_missed_is_written_once_its_store_was_moved_away(tmp_path: P
 
     assert sync_mlflow(tmp_path, store) == 3 + 1
     assert sync_mlflow(tmp_path, store) == 0
-    client, below = client_of(tmp_path), children(tmp_path, store, first)
+    client, below = mlflow_runs.client_of(tmp_path), children(tmp_path, store, first)
     parent = client.get_run(store.sweep(first).mlflow_run_id).info
     began_ms = int(began.timestamp() * 1000)
     assert (parent.status, parent.start_time, parent.end_time) == ("FAILED", began_ms, began_ms + 120_000)
@@ -225,4 +225,4 @@ def test_sync_copies_what_a_server_lacks_and_says_what_failed(tmp_path: Path, mo
         with pytest.raises(ResultsError, match=rf"^1 trials were .* not trial {refused}\."):
             sync_mlflow(tmp_path, store)
     assert sync_mlflow(tmp_path, store) == 1
-    assert client_of(tmp_path).get_run(store.trial(refused).mlflow_run_id).info.status == "FINISHED"
+    assert mlflow_runs.client_of(tmp_path).get_run(store.trial(refused).mlflow_run_id).info.status == "FINISHED"

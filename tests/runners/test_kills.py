@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pensieve.errors import TrialRunning
-from pensieve.lab.results.mlflow_runs import client_of
+from pensieve.lab.results import mlflow_runs
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import run as run_module
 from tests.results.test_database import FORK
@@ -28,7 +28,7 @@ def warm(monkeypatch):
     from mlflow.store.tracking import sqlalchemy_store  # noqa: F401
 
 
-def mlflow_runs(outputs):
+def runs_of(outputs):
     """id -> (status, tags, ttft_ms_mean), read with SQLite itself: MLflow would keep the file open across a fork."""
     with contextlib.closing(sqlite3.connect(outputs / "mlflow.db")) as connection:
         assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
@@ -42,7 +42,7 @@ def mlflow_runs(outputs):
 
 def check_mlflow(outputs):
     """One parent, ended; under it one whole run of each completed trial, and nothing that still seems to run."""
-    runs = mlflow_runs(outputs)
+    runs = runs_of(outputs)
     ((sweep_status, parent),) = query(outputs, "select status, mlflow_run_id from sweep")
     assert [run for run, (_, tags, _) in runs.items() if "pensieve.sweep_id" in tags] == [parent]
     assert (runs[parent][0], sweep_status) == ("FINISHED", "completed")
@@ -72,7 +72,7 @@ def begin_with_nothing(outputs):
     empty = outputs.with_name("empty")
     if not empty.exists():
         empty.mkdir()
-        maker = FORK.Process(target=client_of, args=(empty,))
+        maker = FORK.Process(target=mlflow_runs.client_of, args=(empty,))
         maker.start()
         maker.join()
     shutil.rmtree(outputs, ignore_errors=True)

@@ -51,15 +51,6 @@ def test_a_simulated_sweep_runs_in_other_processes(one_trial, tmp_path, monkeypa
         assert open_store(alone).turns_of(job.trial.id, *counted) == store.turns_of(here.id, *counted)
 
 
-def test_an_mlflow_server_without_a_scheme_is_refused_before_anything_is_opened(
-    one_trial, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("PENSIEVE_MLFLOW_URL", "localhost:5000")
-    assert one_trial("tracking.mlflow=true") == 1
-    assert "PENSIEVE_MLFLOW_URL=http://localhost:5000" in capsys.readouterr().err
-    assert not (tmp_path / "results.db").exists()
-
-
 @pytest.mark.parametrize(
     ("plugin", "part"),
     [("launcher", "pip install 'pensieve-lab[launchers]'"), ("sweeper", "leave hydra/sweeper as it is")],

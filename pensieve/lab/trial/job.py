@@ -51,7 +51,6 @@ from pensieve.lab.compose.plan import Device, TrialPlan, plan_trial, plans_in_fl
 from pensieve.lab.compose.settings import TrackingConfig, check
 from pensieve.lab.results.environment import Owner, is_alive, this_process
 from pensieve.lab.results.identity import Identity, identify
-from pensieve.lab.results.mlflow_runs import remote_url
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.trial.terminal import remember_interrupts, say
 from pensieve.plugins.device import shelf
@@ -122,8 +121,6 @@ def open_tracking(tracking: TrackingConfig, outputs: Path | None = None) -> Trac
             f"tracking={tracking.name} reads the database's URL from {tracking.url_env}, which is not "
             "set; export it, or use tracking=local."
         )
-    if tracking.mlflow and kept:
-        remote_url()  # a mistake in it is told before anything is opened
     folder = outputs or (outputs_folder() if kept else Path(_thrown_away().name))
     return Tracking(folder, open_store(folder, url), tracking.mlflow and kept, kept)
 

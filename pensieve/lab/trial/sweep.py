@@ -39,7 +39,7 @@ from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
 from pensieve.lab.results.frame import Cell, Panel, footer, mixtures
 from pensieve.lab.results.identity import sweep_key
-from pensieve.lab.results.mlflow_runs import URL_ENV, copy_sweep, copy_trial, log_drawn, remote_url
+from pensieve.lab.results.mlflow_runs import URL_ENV, copy_sweep, copy_trial
 from pensieve.lab.results.notes import MOSTLY, load_changed, noted
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
@@ -180,7 +180,7 @@ class OpenSweep:
         for line in figure_lines(figures):
             print(line)
         if tracking.mlflow and figures:
-            log_drawn(tracking.outputs, store, self.sweep_id)
+            copy_sweep(tracking.outputs, store, self.sweep_id, table)
         return completed
 
 
@@ -449,7 +449,7 @@ def places(tracking: Tracking) -> list[str]:
     lines = [f"Database: {tracking.store.database.shown}"]
     if tracking.mlflow and not installed("mlflow"):
         lines.append("MLflow:   not installed, so nothing is there; the database is complete without it")
-    elif tracking.mlflow and remote_url() is not None:
+    elif tracking.mlflow and os.environ.get(URL_ENV):
         lines.append(f"MLflow:   the server that {URL_ENV} names")
     elif tracking.mlflow:
         file = tracking.outputs / "mlflow.db"
