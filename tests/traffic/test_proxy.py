@@ -55,7 +55,7 @@ def looping(serve):
 
 
 @contextmanager
-def pair(answer, **fields):
+def pair(answer):
     """An upstream that answers a connection once with these bytes and closes it, a proxy before it, what the upstream got and
     what was told."""
     got, told = [], []
@@ -81,7 +81,7 @@ def pair(answer, **fields):
         return True
 
     with looping(lambda: asyncio.start_server(handle, "127.0.0.1", 0)) as up:
-        proxy = Proxy(urlsplit(f"http://127.0.0.1:{up}"), tell, **fields)
+        proxy = Proxy(urlsplit(f"http://127.0.0.1:{up}"), tell)
         with looping(lambda: proxy.serve("127.0.0.1", 0)) as port:
             yield up, port, got, told
 
@@ -140,14 +140,6 @@ def test_an_upstream_that_is_not_there_is_a_502_in_a_sentence():
     assert found.startswith(b"HTTP/1.1 502") and b"cannot be reached" in found
 
 
-def test_token_ids_are_asked_for_where_that_is_wanted():
-    with pair(ANSWERS["a length"][0], ask_ids=True) as (_, port, got, _told):
-        assert asked(port, ASK, 40) == ANSWERS["a length"][0]
-    head, _, body = got[0].partition(b"\r\n\r\n")
-    assert json.loads(body) == {"prompt": "x", "return_token_ids": True}
-    assert b"Content-Length: %d" % len(body) in head and head.count(b"ength:") == 1
-
-
 def test_it_is_known_when_each_piece_of_a_reply_came_though_all_are_read_at_its_end(monkeypatch):
     told, clock = [], iter(range(100))
     monkeypatch.setattr("pensieve.lab.commands.record.proxy.monotonic", lambda: next(clock))
@@ -193,7 +185,7 @@ SAID = {
 @pytest.mark.parametrize("name", SAID)
 def test_the_next_prompt_holds_the_reply_block_for_block(name, cut):
     data, message = SAID[name]
-    recorded = Recorded(Salt(), "bytes", 16)
+    recorded = Recorded(Salt(), 16)
     reply = recorded.asked(0, 1.0, {}, json.dumps({"messages": [USER]}).encode())
     for place in range(0, len(data), cut):
         reply.part(data[place : place + cut], [(2.0, 0), (3.0, len(data))], streamed=True)
@@ -205,18 +197,6 @@ def test_the_next_prompt_holds_the_reply_block_for_block(name, cut):
     assert (row.prompt_tokens, row.output_tokens, row.cached_tokens, row.first_token_s) == (30, 9, 16, 3.0)
 
 
-def test_token_ids_are_hashed_where_the_upstream_tells_them():
-    recorded = Recorded(Salt(), "tokens", 4)
-    reply = recorded.asked(0, 0.0, {}, b'{"prompt": "x"}')
-    body = {"choices": [{"prompt_token_ids": list(range(10)), "token_ids": [10, 11, 12], "text": "x"}]}
-    reply.part(json.dumps(body).encode(), [], streamed=False)
-    row = reply.end("completed", 1.0, streamed=False)
-    later = recorded.asked(1, 0.0, {}, b'{"prompt": "x"}')
-    later._prompt_ids(list(range(14)))
-    assert (row.prompt_tokens, row.output_tokens, len(row.blocks), len(row.output_blocks)) == (10, 3, 2, 1)
-    assert list(later.row.blocks) == [*row.blocks, *row.output_blocks]
-
-
 def test_who_named_the_session_is_told_and_its_name_is_not():
     key = {"authorization": "Bearer key"}
     for headers, body, source in (
@@ -224,13 +204,13 @@ def test_who_named_the_session_is_told_and_its_name_is_not():
         ({}, {"user": "u", "prompt_cache_key": "s"}, "prompt_cache_key"),
         (key, {}, None),
     ):
-        row = Recorded(Salt(), "bytes", 16).asked(0, 0.0, headers, json.dumps({"prompt": "x", **body}).encode()).row
+        row = Recorded(Salt(), 16).asked(0, 0.0, headers, json.dumps({"prompt": "x", **body}).encode()).row
         assert row.session_from == source and (row.session is None) == (source is None)
         assert row.session != "s" and (row.tenant is None) == (headers is not key) and row.tenant != "key"
 
 
 def test_a_response_goes_on_from_the_one_that_it_names():
-    recorded = Recorded(Salt(), "bytes", 16)
+    recorded = Recorded(Salt(), 16)
     first = recorded.asked(0, 0.0, {}, b'{"input": "hi"}')
     said = {"object": "response", "id": "r1", "usage": {"input_tokens": 20, "output_tokens": 4},
             "output": [{"role": "assistant", "content": [{"type": "output_text", "text": "ho"}]}]}  # fmt: skip

@@ -1,15 +1,14 @@
-"""What a request and a reply of OpenAI's API say: the prompt as bytes or token ids, the reply, the session, the usage."""
+"""What a request and a reply of OpenAI's API say: the prompt as bytes, the reply, the session, the usage."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pensieve.lab.traffic.table import TOKEN_BYTES, Exchange, Salt
+from pensieve.lab.traffic.table import BLOCK_BYTES, Exchange, Salt
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 SESSION_HEADERS = ("x-session-id", "session-id", "x-conversation-id")
@@ -19,11 +18,10 @@ RESPONSES_KEPT = 100_000
 
 
 class Recorded:
-    """Requests on their way to rows. salt, unit, block: of the file."""
+    """Requests on their way to rows. salt, size: of the file, and the bytes of its blocks."""
 
-    def __init__(self, salt: Salt, unit: str, block: int) -> None:
-        self.salt, self.unit = salt, unit
-        self.size = block * TOKEN_BYTES if unit == "tokens" else block
+    def __init__(self, salt: Salt, size: int = BLOCK_BYTES) -> None:
+        self.salt, self.size = salt, size
         self._responses: OrderedDict[str, tuple[int, str, int | None]] = OrderedDict()
 
     def asked(self, number: int, at_s: float, headers: Mapping[str, str], body: bytes) -> Reply:
@@ -50,7 +48,7 @@ class Recorded:
                 row.session = known
         else:
             prompt = b"".join(prompt_pieces(asked))
-            if self.unit == "bytes" and prompt:
+            if prompt:
                 row.prompt_bytes, row.blocks = len(prompt), self.salt.blocks(prompt, self.size)
         return Reply(self, row, prompt[-(len(prompt) % self.size) :] if len(prompt) % self.size else b"")
 
@@ -75,7 +73,6 @@ class Reply:
         self._left, self._read = b"", 0
         self._said: list[str] = []
         self._tools: dict[int, list[str]] = {}
-        self._ids: array[int] = array("i")
         self._response: str | None = None
 
     def part(self, data: bytes, marks: Iterable[tuple[float, int]], streamed: bool) -> None:
@@ -108,11 +105,7 @@ class Reply:
                 self._take(body)
         said = "".join([*self._said, *(_call(name, "".join(rest)) for name, *rest in self._tools.values())])
         data = said.encode("utf-8", "replace")
-        if recorded.unit == "bytes":
-            row.output_bytes = len(data)
-        else:
-            data = self._ids.tobytes()
-            row.output_tokens = len(self._ids) if self._ids else row.output_tokens
+        row.output_bytes = len(data)
         if row.blocks is not None:
             row.output_blocks = recorded.salt.blocks(self._rest + data, recorded.size)
         if self._response is not None:
@@ -135,14 +128,10 @@ class Reply:
             return bool(event["delta"])
         if isinstance(output := body.get("output"), list) and output:  # a whole response: it has the names of calls too
             self._said = [piece.decode("utf-8", "replace") for piece in _items(output, bare=True)]
-        self._prompt_ids(event.get("prompt_token_ids"))
         choices = event.get("choices")
         first = next((one for one in choices if isinstance(one, dict)), None) if isinstance(choices, list) else None
         if first is None or first.get("index"):
             return False
-        self._prompt_ids(first.get("prompt_token_ids"))
-        if isinstance(ids := first.get("token_ids"), list):
-            self._ids.extend(ids)
         self.row.finish_reason = _name(first.get("finish_reason")) or self.row.finish_reason
         message = first.get("delta") or first.get("message") or first
         said = [message.get(name) for name in ("reasoning_content", "reasoning", "content", "text")]
@@ -152,7 +141,7 @@ class Reply:
             function = call.get("function") or {}
             known = self._tools.setdefault(call.get("index", len(self._tools)), [function.get("name") or ""])
             known.append(function.get("arguments") or "")
-        return bool(texts or message.get("tool_calls") or ids)
+        return bool(texts or message.get("tool_calls"))
 
     def _usage(self, usage: dict[str, Any]) -> None:
         row = self.row
@@ -162,13 +151,6 @@ class Reply:
         row.cached_tokens = details.get("cached_tokens", usage.get("prompt_cache_hit_tokens", row.cached_tokens))
         for tier in ("gpu", "cpu", "disk"):
             setattr(row, f"cached_{tier}_tokens", details.get(tier, getattr(row, f"cached_{tier}_tokens")))
-
-    def _prompt_ids(self, ids: Any) -> None:
-        recorded, row = self._recorded, self.row
-        if recorded.unit == "tokens" and isinstance(ids, list) and row.blocks is None:
-            data = array("i", ids).tobytes()
-            row.prompt_tokens, row.blocks = len(ids), recorded.salt.blocks(data, recorded.size)
-            self._rest = data[len(row.blocks) * recorded.size :]
 
 
 def prompt_pieces(asked: Mapping[str, Any]) -> Iterable[bytes]:

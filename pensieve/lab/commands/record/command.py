@@ -35,9 +35,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, required=True, metavar="FILE", help="recorded traffic, Parquet")
     made.add_argument("--host", default="127.0.0.1", help="where clients find the proxy (default: this machine only)")
     made.add_argument("--port", type=int, default=8001, help="0: any free one (default: 8001)")
-    made.add_argument(
-        "--token-ids", action="store_true", help="ask the upstream for token ids (return_token_ids, vLLM): exact blocks"
-    )
     return made
 
 
@@ -64,9 +61,9 @@ def record(argv: Sequence[str] | None, description: str | None) -> int:
         raise ConfigError(
             f"--upstream={asked.upstream} is no address of a server; give http://host:port without a path."
         )
-    writer = Writer(asked.out, asked.upstream, asked.token_ids)
+    writer = Writer(asked.out, asked.upstream)
     try:
-        asyncio.run(_serve(Proxy(up, writer.tell, asked.token_ids), writer, asked.host, asked.port))
+        asyncio.run(_serve(Proxy(up, writer.tell), writer, asked.host, asked.port))
     except OSError as error:
         raise ConfigError(f"--port={asked.port} cannot be served ({error}); give another.") from error
     return 0

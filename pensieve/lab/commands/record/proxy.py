@@ -145,11 +145,10 @@ class _Passing:
 
 @dataclass(slots=True)
 class Proxy:
-    """What all connections share. ask_ids: requests are sent with return_token_ids, which vLLM answers with the ids."""
+    """What all connections share."""
 
     upstream: SplitResult
     tell: Tell
-    ask_ids: bool = False
     requests: int = 0
     open: set[Client] = field(default_factory=set)
 
@@ -243,7 +242,7 @@ class Client(_Side):
                 taken += len(raw)
         except Unframed:
             self._unframed()
-            out += self._held_back() + given[taken:]
+            out += given[taken:]
         if out:
             self._send(bytes(out))
 
@@ -258,9 +257,6 @@ class Client(_Side):
             self._proxy.requests += recorded
             self._asking = _Passing(number, now, method, headers_of(raw[:-4]))
             self._passing.append(self._asking)
-            if recorded and self._proxy.ask_ids:
-                self._asking.reply += raw  # held until the body is whole, and may be longer
-                return b""
             return raw
         one = self._asking
         assert one is not None
@@ -268,27 +264,14 @@ class Client(_Side):
             one.body += body
         elif one.number is not None:
             self._proxy.tell("lost", "body_too_long")
-            held, one.number = self._held_back(), None
-            return held + raw
+            one.number = None
         if kind == "end":
             self._asking = None
             if one.number is not None:
                 told = self._proxy.tell("ask", one.number, one.arrived_s, one.headers, bytes(one.body))
-                asked = _with_ids(one) if self._proxy.ask_ids else b""
                 one.number = one.number if told else None
                 one.body.clear()
-                return asked
-            return b""
-        return b"" if one.number is not None and self._proxy.ask_ids else raw
-
-    def _held_back(self) -> bytes:
-        """What of the request under way has not been sent."""
-        one = self._asking
-        if one is None or one.number is None or not self._proxy.ask_ids:
-            return b""
-        held = bytes(one.reply + one.body)
-        one.reply.clear()
-        return held
+        return raw
 
     def answer(self, data: bytes) -> None:
         """Take bytes of the upstream, which the client has already been sent. A body in chunks waits until it ends or is
@@ -396,18 +379,3 @@ def _code(head: bytes) -> int:
     if found is None:
         raise Unframed
     return int(found[1])
-
-
-def _with_ids(one: _Passing) -> bytes:
-    """The request, with the wish for token ids where its body takes one."""
-    head, body = bytes(one.reply), bytes(one.body)
-    one.reply.clear()
-    one.body.clear()
-    try:
-        asked = json.loads(body)
-        asked["return_token_ids"] = True
-        body = json.dumps(asked).encode()
-    except (ValueError, TypeError):
-        pass
-    head = re.sub(rb"(?im)^(content-length|transfer-encoding):[^\r\n]*\r\n", b"", head)
-    return head[:-2] + f"Content-Length: {len(body)}\r\n\r\n".encode() + body

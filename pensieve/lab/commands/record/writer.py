@@ -22,7 +22,7 @@ import httpx
 
 from pensieve.lab.traffic.journal import COMMIT_S, Journal
 from pensieve.lab.traffic.openai import Recorded, Reply
-from pensieve.lab.traffic.table import BLOCK_BYTES, BLOCK_TOKENS, Exchange, Facts, Salt
+from pensieve.lab.traffic.table import BLOCK_BYTES, Exchange, Facts, Salt
 
 WAITING_BYTES = 256 * 1024 * 1024
 """What may wait for the writer; what comes beyond is not recorded."""
@@ -34,13 +34,12 @@ class Writer:
     """The writing process, as the proxy sees it. It is told over a socket of the proxy's own loop: a queue's thread and locks
     cost a third of what the proxy does."""
 
-    def __init__(self, out: Path, upstream: str, token_ids: bool) -> None:
+    def __init__(self, out: Path, upstream: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.lost: Counter[str] = Counter()
         self._ours, theirs = context.Pipe()
         self._transport: asyncio.WriteTransport | None = None
-        unit, block = ("tokens", BLOCK_TOKENS) if token_ids else ("bytes", BLOCK_BYTES)
-        arguments = (theirs, out, upstream, unit, block, time.monotonic(), time.time())
+        arguments = (theirs, out, upstream, time.monotonic(), time.time())
         self.process = context.Process(target=_run, args=arguments, name="pensieve-record", daemon=True)
         self.process.start()
         theirs.close()
@@ -76,17 +75,15 @@ def _run(
     messages: Connection[Any, Any],
     out: Path,
     upstream: str,
-    unit: Any,
-    block: int,
     origin_s: float,
     started_unix_s: float,
 ) -> None:
     for one in (signal.SIGINT, signal.SIGTERM):  # the proxy says when
         signal.signal(one, signal.SIG_IGN)
-    facts = Facts("proxy", unit, block, engine=engine_of(upstream), started_unix_s=started_unix_s)
+    facts = Facts("proxy", "bytes", BLOCK_BYTES, engine=engine_of(upstream), started_unix_s=started_unix_s)
     journal = Journal(out, facts)
     log.warning("recording to %s", journal.path)
-    recorded = Recorded(Salt(), unit, block)
+    recorded = Recorded(Salt())
     replies: dict[int, Reply] = {}
     due_s, complete = time.monotonic() + COMMIT_S, False
     while not complete:

@@ -168,7 +168,7 @@ class Lifecycle(Entry):
 
 
 def inference_perf(reader: Reader, salt: Salt) -> Read:
-    recorded = Recorded(salt, "bytes", BLOCK_BYTES)
+    recorded = Recorded(salt)
 
     def served(entry: Any) -> Exchange:
         one = Lifecycle.model_validate(entry)
