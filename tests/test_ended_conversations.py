@@ -9,7 +9,6 @@ from pensieve.core.engine import MemoryLimits
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.lab.replay import replay
-from pensieve.lab.workload.sharegpt import sharegpt_workload
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
@@ -19,6 +18,7 @@ from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.invariants import check_cache
 from tests.scripted import context
 from tests.simulated import MACHINE, MODEL
+from tests.workload.dry import sharegpt_workload
 
 CACHES = {
     "pensieve": TwoTierCache,

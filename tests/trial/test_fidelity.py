@@ -16,7 +16,7 @@ from pensieve.lab.replay import replay
 from pensieve.lab.trial.fidelity import fidelity_metrics, verdict
 from pensieve.lab.turns import Turns
 from pensieve.lab.workload.base import WorkloadContext
-from pensieve.lab.workload.vllm_run import RealRequest, VllmRun, read_run, setting, shipped, shipped_run, vllm_run
+from pensieve.lab.workload.vllm_run import RealRequest, VllmRun, file_of, read_run, setting, shipped, vllm_run
 from pensieve.serve.record import TurnRecord
 from tests.composed import composed
 from tests.shared_data import shared
@@ -74,7 +74,7 @@ def prompts(workload: VllmRun) -> dict[str, list[int]]:
 
 def test_prompts_begin_alike_where_they_did():
     workload = vllm_run(context(), run="rtx4090_llama3_1_8b")
-    real, asked = shipped_run("rtx4090_llama3_1_8b"), prompts(workload)
+    real, asked = read_run(file_of("rtx4090_llama3_1_8b", None)), prompts(workload)
     assert len(asked) == 300 and workload.describe().facts["prompts_that_begin_like_another"] == 32
     alike = 0
     for index, request in enumerate(real):
@@ -95,7 +95,9 @@ def test_the_shipped_runs_are_the_published_ones():
         ("rtxpro6000_qwen3_32b", "RTXPRO6000/Qwen3-32B"),
     ):
         path = shared(f"gpu_profiles/llmservingsim/runs/{place}/requests.jsonl")
-        assert shipped_run(name) == read_run(path), "meta.json names its workload, so prompts share what they shared"
+        assert read_run(file_of(name, None)) == read_run(path), (
+            "meta.json names its workload, so prompts share what they shared"
+        )
         for field in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_kv_tokens"):
             assert setting(field, name, None) == setting(field, None, str(path))
     assert shipped() == ["rtx4090_llama3_1_8b", "rtxpro6000_qwen3_32b"]

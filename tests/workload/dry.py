@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from heapq import heappop, heappush
 
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadContext
 from pensieve.lab.workload.chat import ChatWorkload, HotnessWorkload
 from pensieve.lab.workload.exact import AgentsWorkload, DecodeWorkload, PrefixInvalidationWorkload, RoundsWorkload
-from pensieve.lab.workload.sharegpt import sharegpt_workload
+from pensieve.lab.workload.trace import trace_workload
 from pensieve.serve.record import TurnRecord, is_measured
+
+sharegpt_workload = partial(trace_workload, dataset="sharegpt", format="sharegpt", conversations=200)
+"""As conf/workload/sharegpt.yaml has it."""
 
 MAKERS: dict[str, Callable[[WorkloadContext], Workload]] = {
     "chat": lambda at: ChatWorkload(at, conversations=9, pressure=0, min_turns=2, max_turns=5, timeout_s=7.0),

@@ -11,10 +11,10 @@ from pensieve.lab.compose.build import make_workload
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.workload.sharegpt import SHAREGPT, ULTRACHAT, draw, sharegpt_workload
+from pensieve.lab.workload.trace import PUBLISHED, draw
 from tests.composed import checked
 from tests.scripted import context
-from tests.workload.dry import drive, measured
+from tests.workload.dry import drive, measured, sharegpt_workload
 
 
 def entry(name, turns):
@@ -45,7 +45,7 @@ def test_a_real_file_is_what_is_said(real):
 
 @pytest.fixture
 def few_means(monkeypatch):
-    monkeypatch.setattr("pensieve.lab.workload.sharegpt.MEANS_OF", 100)
+    monkeypatch.setattr("pensieve.lab.workload.trace.MEANS_OF", 100)
 
 
 def capacity(lengths):
@@ -88,7 +88,7 @@ def test_every_baseline_of_a_simulated_machine_is_offered_the_same(few_means):
     assert rate("cache.gpu=8192 tokens") > stateless
 
 
-@pytest.mark.parametrize("published", [SHAREGPT, ULTRACHAT])
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=PUBLISHED)
 def test_the_means_are_the_published_ones_and_the_tails_are_long(published):
     conversations = draw(published, 2_500, seed=0).conversations
     calls = [call for one in conversations for call in one.calls]

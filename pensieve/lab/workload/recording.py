@@ -123,9 +123,12 @@ def grouped(calls: Iterable[tuple[str, Call]]) -> tuple[Conversation, ...]:
 
 
 def facts_of(recording: Recording, byte_tokens: bool) -> dict[str, Any]:
-    """For the facts of a plan: what was left out of the file, and byte_tokens where the lengths of its texts are in bytes."""
+    """For the facts of a plan. byte_tokens: the lengths of its texts are in bytes."""
     has_text = any(isinstance(call.content, Text) for one in recording.conversations for call in one.calls)
     return {
+        "format": recording.format,
+        "requests_in_file": recording.requests,
+        "conversations_in_file": len(recording.conversations),
         "rule": recording.rule,
         "malformed_lines": recording.malformed,
         "malformed_examples": list(recording.examples),

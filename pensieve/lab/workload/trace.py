@@ -1,11 +1,12 @@
-"""Recorded requests, replayed: at their own times where the format has them."""
+"""Conversations of a file, or of published lengths, asked again: at their own times where the file has them."""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -13,21 +14,174 @@ from typing import Any, Literal
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import (
     Count,
+    NoneOrMore,
     NotNegative,
     Positive,
     WorkloadContext,
     in_order,
     part_of,
+    refuse_untrained,
     shuffled,
+    uniform,
 )
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed
 from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Recorded, Users, lengths_of
-from pensieve.lab.workload.recording import Conversation, Recording, block_repeats, facts_of
-from pensieve.lab.workload.sharegpt import WARMUP_SIDE_BY_SIDE, arrivals_of
+from pensieve.lab.workload.recording import Call, Conversation, Recording, block_repeats, facts_of
+from pensieve.lab.workload.recording import Count as Tokens
 
 log = logging.getLogger(__name__)
+
+MEANS_OF = 2000  # conversations whose means set a relative rate, and how many arrive in a time
+WARMUP_SIDE_BY_SIDE = 2  # under a Poisson load nobody knows how many there will be
+
+
+def trace_workload(
+    context: WorkloadContext,
+    *,
+    path: str | None = None,
+    format: str | None = None,
+    dataset: Literal["sharegpt", "ultrachat"] | None = None,
+    on_malformed: OnMalformed = "fail",
+    time_scale: Positive = 1.0,
+    window_s: Positive | None = None,
+    part: str | None = None,
+    conversations: Count | None = None,
+    users: Count | Literal["all"] | None = None,
+    arrivals_s: Positive | None = None,
+    request_rate: Positive = 1.0,
+    relative_rate: Positive | None = None,
+    think_time_s: NotNegative = 60.0,
+    think_scale: NotNegative = 1.0,
+    hint: Literal["recorded", "none"] = "recorded",
+    system_tokens: NoneOrMore = 0,
+    systems: Count = 1,
+    min_turns: Count = 1,
+    max_turns: Count | None = None,
+    max_new_tokens: Count | None = None,
+    max_context: Count | None = None,
+    warmup_turns: Count = 4,
+    timeout_s: Positive | None = None,
+    free: bool = False,
+) -> Playback:
+    """Ask what a file has recorded. Without a path synthetic conversations from the published means of `dataset`, named
+    synthetic in the record. Fields: conf/workload/trace.yaml and sharegpt.yaml.
+
+    A format with times is replayed open-loop: each request is sent at its recorded time x time_scale after the first
+    one, whatever the system does. Its requests carry their whole prompts, or continue where the format's rule says so. A
+    format without times (texts), or with times of each session alone (weka), is replayed as conversations that arrive as a
+    Poisson process at request_rate / mean turns of those that were taken (load "partly open"), or by `users` who have one
+    after another and all start at once (load "closed"). The next turn comes after the reply and a pause: the recorded one
+    x think_scale; where none is recorded, think_time_s (mean, exponential).
+
+    relative_rate: a multiple of what stateless serving could finish (cost.capacity) of the conversations that this seed
+    brings. arrivals_s: as many conversations are taken as come in this time on average. system_tokens, systems: as of a Fit.
+    free: replies end where the model ends them, at most max_new_tokens, or as long as recorded; otherwise they have the
+    recorded length and end of sequence is ignored, since the recorded times assume it.
+
+    Raises ConfigError for a field out of range, MalformedInput for a file or line that cannot be read.
+    """
+    if path is None and dataset is None:
+        raise ConfigError("workload=trace needs workload.path=FILE, the recorded requests; set it.")
+    in_order("min_turns", min_turns, "max_turns", max_turns)
+    refuse_untrained(free, context)
+    if users is not None and (arrivals_s is not None or relative_rate is not None):
+        raise ConfigError(
+            "workload.users sets the load; leave workload.arrivals_s and workload.relative_rate at null, or users."
+        )
+    if max_context is not None:
+        context = replace(context, max_context=min(context.max_context, max_context))
+    seed, fit = context.seed, Fit(context, max_turns, max_new_tokens, free, system_tokens, systems)
+    source = None if path is None else _source(path, format, on_malformed, window_s, part)
+
+    def taken(count: int | None) -> tuple[Recording, list[Dialogue], dict[str, int]]:
+        if source is None:
+            recording = draw(PUBLISHED[dataset or "sharegpt"], count or MEANS_OF, seed, min_turns)
+            people: Sequence[Conversation] = recording.conversations
+        else:
+            recording, people = source.recording, source.people
+            order = shuffled(len(people), seed, "conversations") if count else range(len(people))
+            people = [people[place] for place in order]
+        return recording, *fitted(people, fit, min_turns=min_turns, wanted=count)
+
+    rates: dict[str, Any] = {}
+    if arrivals_s is not None or relative_rate is not None:
+        _, known, _ = taken(MEANS_OF)
+        if relative_rate is not None:
+            capacity = _stateless_capacity(context, known)
+            request_rate = relative_rate * capacity
+            rates["stateless_capacity_req_s"] = round(capacity, 4)
+        if arrivals_s is not None:
+            conversations = math.ceil(arrivals_s * request_rate / _mean_turns(known))
+    at_once = users if isinstance(users, int) else None
+    recording, measured, left_out = taken(max(conversations, at_once or 1) if conversations else None)
+    begun, never = begun_by(measured, source.inside, fit) if source is not None else ([], 0)
+    paused = any(call.pause_s is not None for one in recording.conversations for call in one.calls)
+    arrivals: Recorded | Poisson | Users = Recorded(time_scale)
+    if source is None or not recording.timed:
+        arrivals, told = _arrivals(measured, len(measured) if users == "all" else at_once, request_rate)
+        rates |= told if paused else {**told, "think_time_s": think_time_s}
+    elif users is not None or relative_rate is not None or arrivals_s is not None:
+        raise ConfigError(
+            f"workload.format={recording.format} has a time for each request; leave workload.users, arrivals_s and "
+            "relative_rate alone."
+        )
+    return Playback(
+        context,
+        warmups(measured, max(warmup_turns, at_once or 1), at_once or WARMUP_SIDE_BY_SIDE, context),
+        [*measured, *begun],
+        arrivals,
+        Pauses(seed, 0.0 if paused else think_time_s, think_scale),
+        free=free,
+        timeout_s=timeout_s,
+        facts={
+            "source": recording.format if path is None else Path(path).name,
+            "synthetic": path is None,
+            **facts_of(recording, context.byte_tokens),
+            **({} if source is None else source.facts),
+            **left_out,
+            **({"begun_by_others": len(begun), "begun_by_others_left_out": never} if begun or never else {}),
+            **rates,
+            **lengths_of([*measured, *begun]),
+        },
+        hints=hint == "recorded",
+    )
+
+
+def _arrivals(
+    measured: list[Dialogue], users: int | None, request_rate: float
+) -> tuple[Poisson | Users, dict[str, Any]]:
+    """How conversations begin, and the rates for the record. Raises ConfigError where some user would have none."""
+    if users is not None:
+        if users > len(measured):
+            raise ConfigError(
+                f"workload.users={users} people need a conversation each, and there are {len(measured)}. Lower "
+                "workload.users or workload.min_turns, or name a file with more conversations that fit the model's context."
+            )
+        return Users.dealt(measured, users), {"users": users}
+    per_s = request_rate / _mean_turns(measured)
+    return Poisson(1.0 / per_s), {
+        "request_rate_per_s": request_rate,
+        "conversation_rate_per_s": round(per_s, 6),
+        "arrival_s_mean": round(1.0 / per_s, 6),
+    }
+
+
+def _mean_turns(dialogues: Sequence[Dialogue]) -> float:
+    return sum(dialogue.turns for dialogue in dialogues) / len(dialogues)
+
+
+def _stateless_capacity(context: WorkloadContext, dialogues: Sequence[Dialogue]) -> float:
+    if context.stateless_capacity is None:
+        raise ConfigError(
+            "workload.relative_rate needs a machine whose speed is known beforehand, a simulated one such as "
+            "hardware=sim_a100_80g; on a real one set workload.request_rate in requests a second."
+        )
+    return context.stateless_capacity([(step.prompt, step.reply) for each in dialogues for step in each.steps])
+
+
+# What is taken of a file
 
 AWAY_S = 3600.0
 AWAY_SPANS = 10
@@ -36,96 +190,37 @@ FEW = 0.01
 """of the requests may be outliers together; more of them are a part of the recording, and what lies between is a pause."""
 
 
-def trace_workload(
-    context: WorkloadContext,
-    *,
-    path: str | None = None,
-    format: str | None = None,
-    on_malformed: OnMalformed = "fail",
-    time_scale: Positive = 1.0,
-    window_s: Positive | None = None,
-    conversations: Count | None = None,
-    part: str | None = None,
-    min_turns: Count = 1,
-    max_turns: Count | None = None,
-    max_new_tokens: Count | None = None,
-    max_context: Count | None = None,
-    request_rate: Positive = 1.0,
-    users: Count | Literal["all"] | None = None,
-    think_time_s: NotNegative = 60.0,
-    think_scale: NotNegative = 1.0,
-    hint: Literal["recorded", "none"] = "recorded",
-    warmup_turns: Count = 4,
-    timeout_s: Positive | None = None,
-) -> Playback:
-    """Replay a file of recorded requests. Fields: conf/workload/trace.yaml.
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """inside: conversations of the window; people: those of them that somebody of this part began."""
 
-    A format with times is replayed open-loop: each request is sent at its recorded time x time_scale after the first
-    one, whatever the system does. Its requests carry their whole prompts, or continue where the format's rule says so. A
-    format without times (texts), or with times of each session alone (weka), is replayed as conversations that arrive as a
-    Poisson process at request_rate / mean turns (load "partly open"), or by `users` who have one after another and all
-    start at once (load "closed"). The next turn comes after the reply and a pause: the recorded one x think_scale;
-    where none is recorded, think_time_s (mean, exponential).
+    recording: Recording
+    inside: Sequence[Conversation]
+    people: Sequence[Conversation]
+    facts: dict[str, Any]
 
-    Replies have the recorded length and end of sequence is ignored, since the recorded times assume them.
 
-    Raises ConfigError for a field out of range, MalformedInput for a file or line that cannot be read.
-    """
-    if path is None:
-        raise ConfigError("workload=trace needs workload.path=FILE, the recorded requests; set it.")
-    in_order("min_turns", min_turns, "max_turns", max_turns)
-    if max_context is not None:
-        context = replace(context, max_context=min(context.max_context, max_context))
+def _source(
+    path: str, format: str | None, on_malformed: OnMalformed, window_s: float | None, part: str | None
+) -> _Source:
+    """Raises ConfigError for a window that the format has no times for, or a part that is none."""
     recording, repeats = _read(path, format, on_malformed, _versions(path))
-    inside = windowed(recording, window_s)
-    outliers = 0
+    inside, outliers = recording.conversations, 0
+    if window_s is not None:
+        if not recording.timed:
+            raise ConfigError(f"workload.format={recording.format} has no times; leave workload.window_s alone.")
+        inside = _between(inside, -math.inf, math.nextafter(window_s, 0.0))
     if recording.timed:
         inside, outliers = without_outliers(inside)
         if outliers:  # a replay would wait for them
             log.warning("%s: %d requests whose times lie far from all others are left out.", path, outliers)
-        if users is not None:
-            raise ConfigError(
-                f"workload.format={recording.format} has a time for each request; leave workload.users alone."
-            )
     halves = re.fullmatch(r"([1-9][0-9]?)/([1-9][0-9]?)", part or "1/1")
     if halves is None or int(halves[1]) > int(halves[2]):
         raise ConfigError(f"workload.part={part!r} is none; 1/2 is the first of two parts, 2/2 the second.")
     people = [one for one in inside if one.begun is None and part_of(one.id, int(halves[2])) == int(halves[1])]
     if not people:
         raise ConfigError(f"workload.part={part} has no conversation; leave it null.")
-    order = shuffled(len(people), context.seed, "conversations") if conversations else range(len(people))
-    fit = Fit(context, max_turns, max_new_tokens)
-    measured, left_out = fitted([people[i] for i in order], fit, min_turns=min_turns, wanted=conversations)
-    begun, never = begun_by(measured, inside, fit)
-    paused = any(call.pause_s is not None for one in recording.conversations for call in one.calls)
-    arrivals: Recorded | Poisson | Users = Recorded(time_scale)
-    rates: dict[str, Any] = {}
-    if not recording.timed:
-        arrivals, rates = arrivals_of(measured, len(measured) if users == "all" else users, request_rate)
-        rates |= {} if paused else {"think_time_s": think_time_s}
-    facts: dict[str, Any] = {
-        "source": Path(path).name,
-        "format": recording.format,
-        "requests_in_file": recording.requests,
-        "conversations_in_file": len(recording.conversations),
-        **facts_of(recording, context.byte_tokens),
-        "requests_far_from_all_others": outliers,
-        **left_out,
-        **({"begun_by_others": len(begun), "begun_by_others_left_out": never} if begun or never else {}),
-        **rates,
-        **repeats,
-        **lengths_of([*measured, *begun]),
-    }
-    return Playback(
-        context,
-        warmups(measured, warmup_turns, WARMUP_SIDE_BY_SIDE, context),
-        [*measured, *begun],
-        arrivals,
-        Pauses(context.seed, 0.0 if paused else think_time_s, think_scale),
-        timeout_s=timeout_s,
-        facts=facts,
-        hints=hint == "recorded",
-    )
+    return _Source(recording, inside, people, {"requests_far_from_all_others": outliers, **repeats})
 
 
 def begun_by(
@@ -151,28 +246,19 @@ def begun_by(
     return found, left_out
 
 
-def windowed(recording: Recording, length_s: float | None) -> Sequence[Conversation]:
-    """What the conversations ask in the first so many seconds. Raises ConfigError where that is asked of a format without
-    times."""
-    if length_s is None:
-        return recording.conversations
-    if not recording.timed:
-        raise ConfigError(f"workload.format={recording.format} has no times; leave workload.window_s alone.")
-    inside = [
-        (one, tuple(call for call in one.calls if (call.at_s or 0.0) < length_s)) for one in recording.conversations
-    ]
-    return [replace(one, calls=calls) for one, calls in inside if calls]
+def _between(conversations: Sequence[Conversation], low_s: float, high_s: float) -> tuple[Conversation, ...]:
+    """What timed conversations ask from one second to another, both included."""
+    kept = [(one, tuple(call for call in one.calls if low_s <= (call.at_s or 0.0) <= high_s)) for one in conversations]
+    return tuple(replace(one, calls=calls) for one, calls in kept if calls)
 
 
-def without_outliers(conversations: Sequence[Conversation]) -> tuple[Sequence[Conversation], int]:
+def without_outliers(conversations: Sequence[Conversation]) -> tuple[tuple[Conversation, ...], int]:
     """Timed conversations without the calls whose times are outliers, and how many those were."""
     times = sorted(call.at_s or 0.0 for one in conversations for call in one.calls)
     most = max(1, int(FEW * len(times)))
     last = len(times) - _strays(times, most)
     first = _strays([-at_s for at_s in reversed(times[:last])], most)
-    low, high = times[first], times[last - 1]
-    kept = [(one, tuple(call for call in one.calls if low <= (call.at_s or 0.0) <= high)) for one in conversations]
-    return [replace(one, calls=inside) for one, inside in kept if inside], first + len(times) - last
+    return _between(conversations, times[first], times[last - 1]), first + len(times) - last
 
 
 def _strays(times: Sequence[float], most: int) -> int:
@@ -198,3 +284,64 @@ def _read(
     """The recording, and how often its blocks repeat; once for all trials of a sweep. versions: of the files."""
     recording = load(path, format, on_malformed)
     return recording, block_repeats(recording)
+
+
+# Conversations of published lengths
+
+MESSAGE_SIGMA, REPLY_SIGMA = 1.2, 0.9
+"""Widths of the lognormal distributions of lengths: our choice, since only the means are published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Means of a data set, in turns a conversation and in tokens."""
+
+    name: str
+    turns: float
+    message_tokens: float
+    reply_tokens: float
+
+
+PUBLISHED = {
+    "sharegpt": Published("ShareGPT", 5.56, 37.77, 204.58),
+    "ultrachat": Published("UltraChat", 3.86, 51.78, 257.81),
+}
+
+
+def draw(published: Published, conversations: int, seed: int, min_turns: int = 1) -> Recording:
+    """`conversations` conversations with long-tailed lengths, a function of (seed, number).
+
+    Turns are geometric from 1; those below min_turns are drawn again, which raises their mean by min_turns - 1. Lengths are
+    lognormal with the published means.
+    """
+    return Recording(
+        conversations=tuple(_conversation(published, number, seed, min_turns) for number in range(conversations)),
+        rule=(
+            f"Synthetic, not {published.name}'s conversations. Published means: {published.turns} turns, "
+            f"{published.message_tokens} tokens a message, {published.reply_tokens} a reply. Turns are geometric from "
+            f"{min_turns}, lengths lognormal with sigma {MESSAGE_SIGMA} and {REPLY_SIGMA}. Token ids have no meaning."
+        ),
+        format=f"synthetic, published means of {published.name}",
+    )
+
+
+def _conversation(published: Published, number: int, seed: int, min_turns: int) -> Conversation:
+    name = f"{published.name.lower()}-{number}"
+    more = math.log1p(-uniform(seed, name, "turns")) / math.log1p(-1.0 / published.turns)
+    return Conversation(
+        name,
+        tuple(
+            Call(
+                Tokens(_lognormal(published.message_tokens, MESSAGE_SIGMA, seed, name, turn, "message")),
+                _lognormal(published.reply_tokens, REPLY_SIGMA, seed, name, turn, "reply"),
+            )
+            for turn in range(min_turns + int(more))
+        ),
+    )
+
+
+def _lognormal(mean: float, sigma: float, seed: int, *names: object) -> int:
+    """At least 1; a normal deviate from two uniform ones, by Box and Muller."""
+    radius = math.sqrt(-2.0 * math.log1p(-uniform(seed, *names, "radius")))
+    deviate = radius * math.cos(2.0 * math.pi * uniform(seed, *names, "angle"))
+    return max(1, round(mean * math.exp(sigma * deviate - sigma * sigma / 2.0)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.workload.base import Count, WorkloadContext
@@ -37,16 +36,12 @@ def vllm_run(
     path: str | None = None,
     warmup_turns: Count = 1,
 ) -> VllmRun:
-    """run: one that comes with the package. path: instead of it, the requests.jsonl of another one; where its meta.json lies
-    beside it and names a known workload, prompts share what they shared.
+    """run, path: see file_of. Where the meta.json beside it names a known workload, prompts share what they shared.
 
-    Raises ConfigError where there is neither, or no such run, MalformedInput for a file that cannot be read.
+    Raises ConfigError as file_of does, MalformedInput for a file that cannot be read.
     """
-    if run is None and path is None:
-        raise ConfigError(
-            "This needs workload.path=FILE, the requests.jsonl of a run of vLLM; set it, or workload.run=NAME."
-        )
-    requests = read_run(Path(path)) if path is not None else shipped_run(str(run))
+    file = file_of(run, path)
+    requests = read_run(file)
     contents = [Parts(tuple(_pieces(requests, index, one.input_tokens))) for index, one in enumerate(requests)]
     conversations = grouped(
         (f"request-{index}", Call(content, one.output_tokens, one.arrival_s, continues=False, order=index))
@@ -63,7 +58,7 @@ def vllm_run(
         arrivals=Recorded(),
         pause_s=Pauses(context.seed, 0.0),
         facts={
-            "source": run if path is None else Path(path).name,
+            "source": run if path is None else file.name,
             "rule": RULE,
             "requests_in_file": len(requests),
             "prompts_that_begin_like_another": sum(request.beginning is not None for request in requests),
@@ -86,7 +81,8 @@ def _pieces(requests: Sequence[RealRequest], index: int, tokens: int) -> list[tu
 # The runs: settings, and of each request when it came, how long it was, and when its first and last token were there.
 
 RUNS = Path(__file__).parent / "vllm_runs"
-"""Those that come with the package: LLMServingSim 2.0's, of vLLM 0.19 (MIT, Copyright (c) 2024, CASYS Lab at KAIST)."""
+"""Those that come with the package: LLMServingSim 2.0's, of vLLM 0.19 (MIT, Copyright (c) 2024, CASYS Lab at KAIST), with
+times from the first arrival on; and of each workload which of its prompts begin alike."""
 _REPLAYED: Mapping[str, tuple[object, ...]] = {
     "data_parallel_size": (1,),
     "enable_expert_parallel": (False,),
@@ -136,16 +132,31 @@ class RealRequest:
 
 def shipped() -> list[str]:
     """The runs that come with the package."""
-    return sorted(file.stem for file in RUNS.glob("*.json"))
+    return sorted(folder.name for folder in RUNS.iterdir() if folder.is_dir())
 
 
-def shipped_run(name: str) -> list[RealRequest]:
-    """By arrival. Raises ConfigError for one that there is not."""
-    meta = _shipped_meta(name)
-    return _beginning_alike([RealRequest(*row) for row in _rows(RUNS / f"{name}.csv")], meta)
+def file_of(run: str | None, path: str | None) -> Path:
+    """The requests of one that comes with the package, or of another one. Raises ConfigError where there is none."""
+    if path is not None:
+        return Path(path)
+    if run not in shipped():
+        raise ConfigError(
+            f"There is no run {run!r} of vLLM; there are {', '.join(shipped())}, and workload.path=FILE takes the "
+            "requests.jsonl of another one."
+        )
+    return RUNS / run / "requests.csv"
 
 
-def read_run(path: Path) -> list[RealRequest]:
+class _Served(Entry):
+    arrival_time: float
+    queued_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    input_toks: int
+    output_toks: int
+
+
+def read_run(file: Path) -> list[RealRequest]:
     """A requests.jsonl as LLMServingSim's benchmark of vLLM writes it, by arrival. meta.json beside it names the workload,
     which tells which prompts begin alike; without it none do.
 
@@ -154,11 +165,10 @@ def read_run(path: Path) -> list[RealRequest]:
 
     Raises MalformedInput for a file that is none, or a meta.json that is no object; ConfigError as settings_of does.
     """
-    meta = _meta_beside(path)
-    settings_of(meta)
-    rows = sorted(Reader(path, "fail").entries(_Served.model_validate), key=lambda row: row.arrival_time)
+    settings_of(file)
+    rows = sorted(Reader(file, "fail").entries(_Served.model_validate), key=lambda row: row.arrival_time)
     if not rows:
-        raise MalformedInput(f"{path} is no requests.jsonl of a vLLM run; give one, or leave path out.")
+        raise MalformedInput(f"{file} is no requests.jsonl of a vLLM run; give one, or leave path out.")
     began = rows[0].arrival_time
     began_engine = began + min(row.queued_ts - row.arrival_time for row in rows)
     found = [
@@ -171,41 +181,22 @@ def read_run(path: Path) -> list[RealRequest]:
         )
         for row in rows
     ]
-    return _beginning_alike(found, meta)
-
-
-class _Served(Entry):
-    arrival_time: float
-    queued_ts: float
-    first_token_ts: float
-    last_token_ts: float
-    input_toks: int
-    output_toks: int
-
-
-def _rows(table: Path) -> Iterable[Any]:
-    """Of one of the package's own tables, in the order of its columns."""
-    return pd.read_csv(table).itertuples(index=False, name=None)
-
-
-def _beginning_alike(requests: Sequence[RealRequest], meta: Mapping[str, Any]) -> list[RealRequest]:
-    """The requests with what is known of their workload's prompts."""
-    found = list(requests)
-    known = RUNS / f"{Path(str(meta.get('dataset_path', ''))).stem}.shared.csv"
-    for place, earlier, tokens in _rows(known) if known.is_file() else ():
+    known = RUNS / f"{Path(str(_meta_beside(file).get('dataset_path', ''))).stem}.shared.csv"
+    for row in csv.DictReader(known.read_text().splitlines()) if known.is_file() else ():
+        place, earlier, tokens = (int(row[name]) for name in ("request", "earlier", "tokens"))
         found[place] = replace(found[place], beginning=earlier, shared_tokens=tokens)
     return found
 
 
 def setting(name: str, run: str | None, path: str | None) -> object:
-    """One of a run's settings, as vLLM names them; None: not recorded. Raises what shipped_run and read_run raise."""
-    if path is not None:
-        return settings_of(_meta_beside(Path(path))).get(name)
-    return None if run is None else settings_of(_shipped_meta(run)).get(name)
+    """One of a run's settings, as vLLM names them; None: not recorded, or no run. Raises what file_of and settings_of do."""
+    return None if run is None and path is None else settings_of(file_of(run, path)).get(name)
 
 
-def settings_of(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What vLLM was started with and resolved it to, by name. Raises ConfigError for a run that a replay cannot express."""
+def settings_of(file: Path) -> dict[str, Any]:
+    """What vLLM was started with and resolved it to, by name, of a run with these requests. Raises ConfigError for one that a
+    replay cannot express."""
+    meta = _meta_beside(file)
     resolved = meta.get("resolved_config")
     sections = [meta.get("engine_kwargs"), meta.get("kv_cache"), resolved]
     sections += resolved.values() if isinstance(resolved, Mapping) else ()
@@ -227,19 +218,10 @@ def settings_of(meta: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _shipped_meta(name: str) -> dict[str, Any]:
-    if name not in shipped():
-        raise ConfigError(f"There is no run {name!r} of vLLM; there are {', '.join(shipped())}.")
-    meta: dict[str, Any] = json.loads((RUNS / f"{name}.json").read_text(encoding="utf-8"))
-    return meta
-
-
 def _meta_beside(path: Path) -> dict[str, Any]:
     file = path.parent / "meta.json"
-    if not file.is_file():
-        return {}
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
+        meta = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if not isinstance(meta, dict):
             raise ValueError("no object")
     except (OSError, ValueError) as error:
