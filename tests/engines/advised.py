@@ -135,11 +135,11 @@ def check(load: Load, path: Path, *more: str, real: Sequence[Hits] | None = None
     return Apart(differ, *(sum(column) for column in zip(*found, strict=True)))
 
 
-def predictions() -> Iterator[tuple[str, Load]]:
+def predictions(ranked: Sequence[Load] = RANKED) -> Iterator[tuple[str, Load]]:
     """Of what was recorded with 64 + 90 blocks and lru: sizes and orders of which offload_hits.json has what vLLM found."""
     for source in loads():
         size: dict[str, Any] = {"device": DEVICE, "host": HOST, "prompt_only": True}
-        for alike in RANKED:
+        for alike in ranked:
             conversations = source.conversations if alike.shape else alike.conversations  # a shape has its own
             if replace(alike, **size, conversations=conversations) == source:
                 yield from ((name(source), one) for one in with_orders(alike))

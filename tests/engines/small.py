@@ -10,8 +10,7 @@ import pytest
 
 from pensieve.core.request import Length, Request
 from pensieve.errors import EngineMissing
-from pensieve.plugins.engines.base import EngineSetup, OutsideEngine
-from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.base import EngineSetup, OutsideEngine, OutsideSystem
 from pensieve.plugins.engines.vllm import Vllm
 from pensieve.serve.record import TurnRecord
 from pensieve.specs import ModelSpec

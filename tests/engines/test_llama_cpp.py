@@ -29,14 +29,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def opened(family: str = "llama", setup: dict[str, Any] | None = None, **fields: Any) -> Any:
-    return begun(LlamaCpp(setup_of(family, **(setup or {})), **fields))
-
-
 @pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2"])
-def test_greedy_tokens_are_those_of_plain_transformers_over_three_turns(family: str) -> None:
-    """float32 file, float32 KV, no flash attention; the second turn is not streamed."""
-    module, system = plain_module(setup_of(family)), opened(family)
+def test_greedy_tokens_are_those_of_plain_transformers_until_the_server_is_killed(family: str) -> None:
+    """float32 file, float32 KV, no flash attention; the second of three turns is not streamed."""
+    module = plain_module(setup_of(family))
+    tokens = greedy(module, prompt(60), 8)
+    system = begun(LlamaCpp(setup_of(family, eos=frozenset({tokens[3]}))))
     said = prompt(70)
     for turn in (1, 2, 3):
         [record] = served(system, ask(turn, "a", said, output=8, turn=turn, stream=turn != 2))
@@ -48,79 +46,60 @@ def test_greedy_tokens_are_those_of_plain_transformers_over_three_turns(family: 
         assert (record.sent_bytes or 0) > 60 and (record.received_bytes or 0) > 100
         assert 0 < record.compute_ms <= record.latency_ms  # type: ignore[operator]
         said = said + record.token_ids + prompt(12, start=turn)
-
-
-@pytest.mark.parametrize(("dtype", "kind"), [("float32", "f32"), ("bfloat16", "f16")])
-def test_weights_and_kv_are_as_wide_as_the_models_and_batches_the_schedulers(dtype: str, kind: str) -> None:
-    setup = setup_of()
-    setup = replace(setup, model=replace(setup.model, dtype=dtype), host_tokens=2**21 // setup.model.kv_bytes_per_token)
-    system = begun(LlamaCpp(setup, n_parallel=2))
-    settings, per_token = system.settings(), setup.model.kv_bytes_per_token
-    assert settings["configured_kv_type"] == kind and f"gguf-{kind}" in settings["weights_file"]
-    assert (settings["n_parallel"], settings["n_ctx"], settings["gpu_bytes"]) == (2, 1024, 1024 * per_token)
-    [turn] = served(system, ask(1, "a", prompt(60)))
-    assert turn.status == "completed" and settings["version"]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_prompt_beyond_its_slot_is_refused_and_an_output_beyond_it_fails(stream: bool) -> None:
-    """n_ctx is divided among the slots: 1,024 cells in four of them."""
-    system = opened(n_parallel=4)
-    assert system.settings()["n_ctx_slot"] == 256
-    asked = ((300, 6), (250, 20), (60, 6))
-    turns = served(system, *(ask(n, f"s{n}", prompt(size), out, stream) for n, (size, out) in enumerate(asked)))
-    found = [(turn.status, turn.finish_reason) for turn in turns]
-    assert found == [("refused", "context"), ("failed", "context"), ("completed", "length")]
-    assert "256 tokens" in str(turns[0].error)
-
-
-def test_a_conversation_pushed_out_of_its_slot_comes_back_from_host_memory() -> None:
-    found = {}
-    for host in (0, 50_000):
-        system = opened(setup={"host_tokens": host}, n_parallel=1)
-        first = prompt(100)
-        [one] = served(system, ask(1, "a", first, output=4))
-        served(system, ask(2, "b", prompt(100, start=77), output=4))
-        [back] = served(system, ask(3, "a", first + one.token_ids + prompt(5), output=4, turn=2))
-        found[host] = back.gpu_hit_tokens
-        system.close()
-    assert found == {0: 0, 50_000: 103}
-
-
-def test_requests_wait_their_turn_and_a_cancelled_one_ends() -> None:
-    system = opened(n_parallel=1)
-    system.submit(ask(1, "a", prompt(60), output=900))
-    system.submit(ask(2, "b", prompt(60, start=9), output=2))
-    turns: dict[int, Any] = {}
-    while len(turns) < 2:
-        for event in system.poll(system.clock.now_s() + 0.01):
-            if event.kind == "first_token" and event.request_id == 1:
-                system.cancel(1, "timeout")
-            if event.turn is not None:
-                turns[event.request_id] = event.turn
-    assert turns[1].status == "timeout" and 0 < turns[1].output_tokens < 900
-    assert turns[2].status == "completed"
-
-
-def test_a_free_output_ends_with_its_end_of_sequence() -> None:
-    tokens = greedy(plain_module(setup_of("llama")), prompt(60), 8)
-    system = opened(setup={"eos": frozenset({tokens[3]})})
-    free = Request(1, "a", 1, prompt(60), Free(8), stream=False)
-    ignoring = Request(2, "b", 1, prompt(60), Free(8, ignore_eos=True), stream=False)
+    free = Request(4, "b", 1, prompt(60), Free(8), stream=False)
+    ignoring = Request(5, "c", 1, prompt(60), Free(8, ignore_eos=True), stream=False)
     ended, whole = served(system, free, ignoring)
     assert list(ended.token_ids) == tokens[: tokens.index(tokens[3]) + 1] and ended.finish_reason == "eos"
     assert list(whole.token_ids) == tokens
-
-
-def test_a_server_that_is_killed_fails_the_trial_with_its_log() -> None:
-    system = opened()
-    [before] = served(system, ask(1, "a", prompt(60)))
-    assert before.status == "completed"
-    for child in psutil.Process(system._engine._process.pid).children(recursive=True):
+    for child in psutil.Process(system._engine._process.pid).children(recursive=True):  # type: ignore[attr-defined]
         os.kill(child.pid, signal.SIGKILL)
-    system.submit(ask(2, "b", prompt(60, start=9)))
-    with pytest.raises(WorkerError, match=r"(?s)ended while it served requests.*listening|does not answer"):
+    system.submit(ask(6, "b", prompt(60, start=9)))
+    with pytest.raises(WorkerError, match=r"(?s)ended while it served requests.*slot|does not answer"):
         system.poll(None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "host", "found"), [("float32", "f32", 0, 0), ("bfloat16", "f16", 2**24, 103)]
+)
+def test_kv_is_as_wide_as_the_models_and_what_was_pushed_out_comes_back_from_host_memory_alone(
+    dtype: str, kind: str, host: int, found: int
+) -> None:
+    """One slot: the others wait, and a cancelled one gives it up."""
+    setup = setup_of()
+    per_token = setup.model.kv_bytes_per_token
+    setup = replace(setup, model=replace(setup.model, dtype=dtype), host_tokens=host // per_token)
+    system = begun(LlamaCpp(setup, n_parallel=1))
+    settings, per_token = system.settings(), setup.model.kv_bytes_per_token
+    assert settings["configured_kv_type"] == kind and f"gguf-{kind}" in settings["weights_file"] and settings["version"]
+    assert (settings["n_parallel"], settings["n_ctx"], settings["gpu_bytes"]) == (1, 1024, 1024 * per_token)
+    first = prompt(100)
+    [one] = served(system, ask(1, "a", first, output=4))
+    served(system, ask(2, "b", prompt(100, start=77), output=4))
+    [back] = served(system, ask(3, "a", first + one.token_ids + prompt(5), output=4, turn=2))
+    assert back.gpu_hit_tokens == found
+    system.submit(ask(4, "c", prompt(60), output=900))
+    system.submit(ask(5, "d", prompt(60, start=9), output=2))
+    turns: dict[int, Any] = {}
+    while len(turns) < 2:
+        for event in system.poll(system.clock.now_s() + 0.01):
+            if event.kind == "first_token" and event.request_id == 4:
+                system.cancel(4, "timeout")
+            if event.turn is not None:
+                turns[event.request_id] = event.turn
+    assert turns[4].status == "timeout" and 0 < turns[4].output_tokens < 900
+    assert turns[5].status == "completed"
+
+
+def test_a_prompt_beyond_its_slot_is_refused_and_an_output_beyond_it_fails() -> None:
+    """n_ctx is divided among the slots: 1,024 cells in four of them."""
+    system = begun(LlamaCpp(setup_of(), n_parallel=4))
+    assert system.settings()["n_ctx_slot"] == 256
+    for stream in (True, False):
+        asked = enumerate(((300, 6), (250, 20), (60, 6)), 10 * stream)
+        turns = served(system, *(ask(n, f"s{n}", prompt(size), out, stream) for n, (size, out) in asked))
+        found = [(turn.status, turn.finish_reason) for turn in turns]
+        assert found == [("refused", "context"), ("failed", "context"), ("completed", "length")]
+        assert "256 tokens" in str(turns[0].error)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------------

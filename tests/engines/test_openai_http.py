@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from pensieve.errors import EngineFailed, WorkerError
+from pensieve.plugins.engines.base import OutsideSystem
 from pensieve.plugins.engines.openai_http import OpenAIHttp
-from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.serve.tokenizer import ByteTokenizer
 from tests.engines.endpoint import Endpoint
 from tests.engines.small import ask, begun, prompt, served, setup_of

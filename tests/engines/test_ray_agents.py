@@ -14,10 +14,9 @@ import pytest
 
 from pensieve.core.request import Length, Request
 from pensieve.errors import CapacityError, MemoryRanOut, RequestFailed
-from pensieve.plugins.engines.base import EngineSetup
+from pensieve.plugins.engines.base import EngineSetup, OutsideSystem
 from pensieve.plugins.engines.process import resident_bytes
 from pensieve.plugins.engines.ray_agents import RayKeepalive, RayServerless, Replica
-from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 

@@ -16,8 +16,7 @@ from pensieve.lab.compose.build import build_workload
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.replay import replay
-from pensieve.plugins.engines.base import Channel, OutsideEngine, Reply
-from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.base import Channel, OutsideEngine, OutsideSystem, Reply
 from pensieve.serve.record import TurnRecord
 from tests.composed import SHORT, checked
 from tests.engines.small import ask, begun, prompt, served

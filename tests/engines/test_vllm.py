@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pensieve.errors import EngineMissing, UnsupportedModel
 from pensieve.plugins.engines.openai_http import OpenAIHttp
-from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.vllm import ENVIRONMENT_ENV, Vllm, VllmHttp, reported
 from pensieve.plugins.engines.weights import plain_module
-from tests.engines.small import NEEDS_VLLM, ask, greedy, prompt, served, setup_of
+from tests.engines.small import NEEDS_VLLM, ask, begun, greedy, prompt, served, setup_of
 
 
 @pytest.fixture
@@ -71,40 +69,31 @@ def test_the_server_s_own_words_are_recorded_over_what_was_configured() -> None:
 @pytest.mark.timeout(900)
 @NEEDS_VLLM
 @pytest.mark.usefixtures("one_cache")
-@pytest.mark.parametrize(("kind", "caching"), [(VllmHttp, True), (Vllm, False)])
-def test_vllm_gives_our_tokens_and_reports_what_it_had_cached(kind: type[Any], caching: bool) -> None:
+def test_vllm_s_server_gives_our_tokens_and_reports_what_it_had_cached() -> None:
+    """And whoever asks it through baseline=openai_http knows of its cache what it tells: that it was asked this before."""
     module = plain_module(setup_of("wide_llama"))
-    system = OutsideSystem(kind(setup_of("wide_llama"), prefix_caching=caching))
-    system.start()
+    system = begun(VllmHttp(setup_of("wide_llama")))
     said = prompt(100)
     for turn in (1, 2):
         [record] = served(system, ask(turn, "a", said, output=20, turn=turn, stream=turn == 1))
         assert list(record.token_ids) == greedy(module, said, 20)
         # Whole blocks of 32: of the 119 positions that have KV, 96.
-        assert (record.history_tokens, record.gpu_hit_tokens) == ((0, 0) if turn == 1 else (119, 96 * caching))
+        assert (record.history_tokens, record.gpu_hit_tokens) == ((0, 0) if turn == 1 else (119, 96))
         assert record.unexplained_tokens == 0
         said = said + record.token_ids + prompt(10, start=turn)
     [long] = served(system, ask(7, "b", prompt(1100), output=2))
     assert (long.status, long.finish_reason) == ("refused", "context")
     settings = system.settings()
-    expected = {"gpu_tokens": 1024, "block_size": 32, "num_blocks": 33, "prefix_caching": caching, "dtype": "float32",
-                "max_batch_tokens": 128, "n_ctx": 1024}  # fmt: skip
+    expected = {"gpu_tokens": 1024, "block_size": 32, "num_blocks": 33, "prefix_caching": True, "max_batch_tokens": 128,
+                "n_ctx": 1024}  # fmt: skip
     assert {name: settings[name] for name in expected} == expected
-    if kind is VllmHttp:
-        _another_asks_the_same_server(system._engine._http.base_url, said, greedy(module, said, 6))
-    system.close()
-
-
-def _another_asks_the_same_server(url: Any, said: Any, expected: list[int]) -> None:
-    """Through baseline=openai_http, which knows of its cache what the server tells: that it was asked this before."""
-    endpoint = OutsideSystem(OpenAIHttp(setup_of("wide_llama"), base_url=f"{url}/v1"))
-    endpoint.start()
+    url = system._engine._http.base_url  # type: ignore[attr-defined]
+    endpoint = begun(OpenAIHttp(setup_of("wide_llama"), base_url=f"{url}/v1"))
     assert endpoint.settings()["served_model"] == "served"
     streamed, whole = (
         served(endpoint, ask(number, "a", said, output=6, stream=stream))[0]
         for number, stream in ((1, True), (2, False))
     )
-    assert list(streamed.token_ids) == list(whole.token_ids) == expected
+    assert list(streamed.token_ids) == list(whole.token_ids) == greedy(module, said, 6)
     assert (streamed.shared_hit_tokens, streamed.unexplained_tokens) == (128, 128)
     assert (whole.gpu_hit_tokens, whole.unexplained_tokens) == (128, 0)
-    endpoint.close()

@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,20 +16,16 @@ from typing import Any
 import pytest
 
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
-from pensieve.core.policies.lru import Fifo
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError, PolicyError
 from pensieve.lab.compose.conf import options
-from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.engines.process import QUIET
 from pensieve.plugins.engines.vllm import Vllm
 from pensieve.plugins.vllm.chunks import ACTION, TailPolicy
 from pensieve.plugins.vllm.options import Tiers, policy_maker, refuse_untested
 from pensieve.sim.machine_profile import Grid, MachineProfile
 from pensieve.sim.profile import Profile
-from tests.engines.offload_loads import BATCH, Load, asked, ours, theirs
 from tests.engines.small import ARCHITECTURES, NEEDS_VLLM, setup_of
-from tests.simulated import make_engine
 
 H100, BLOCK, LLAMA = "NVIDIA H100 80GB HBM3", 32, ARCHITECTURES["llama"]
 TIERS = Tiers(LLAMA, "float32", H100, 1, BLOCK, 1, 100, 400, 256)
@@ -252,19 +247,6 @@ def test_every_policy_keeps_the_contract_of_vllm_s_own_manager() -> None:
         assert (broken["failure"], broken["gone"]) == ("RuntimeError('broken')", lru)
     assert {name: one["failure"] for name, one in found.items() if one["failure"]} == {}
     assert found["fifo True"]["gone"] != lru != found["retention_value True"]["gone"]
-
-
-@NEEDS_VLLM
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("one_cache")
-def test_vllm_with_a_policy_of_ours_finds_what_our_simulation_finds() -> None:
-    load = Load(2, False, "fifo", device=24, host=60)
-    cache = partial(VllmOffload, order="eviction", offload_prompt_only=False)
-    engine = make_engine(load.device, load.host, BLOCK, cache=cache, policy=Fifo, max_batch_tokens=BATCH)
-    own = asked(load, engine)[0]
-    assert own != ours(replace(load, order="lru"))
-    assert theirs(load)[0] == own
 
 
 def test_the_plugin_needs_no_library_that_vllm_does_not_bring():

@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.core.request import Fork, History, Length, Request, Sampling, tokens_of
 from pensieve.errors import EngineFailed
-from pensieve.plugins.cluster.routing import affinity
+from pensieve.plugins.cluster.routing import Turn, affinity
 from pensieve.plugins.replicas import engine as engine_module
 from pensieve.plugins.replicas import system as system_module
 from pensieve.plugins.replicas.engine import Described, EngineReplica
@@ -215,8 +215,7 @@ def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_send
         assert {one.in_flight for one in system.up} == {0}
     fleet = [Replica(number, None) for number in range(COUNT)]
     for name, turns in records.items():
-        request = Request(0, f"alice/{name}", 1, tokens_of([]), Length(1))
-        assert homes[name] == affinity(request, fleet, 0).number
+        assert homes[name] == affinity(Turn(f"alice/{name}", 1), fleet, 0).number
         assert [turn.recomputed_tokens for turn in turns] == [0, 0, 0]
         assert all(turn.gpu_hit_tokens == turn.history_tokens for turn in turns) and turns[2].history_tokens == 91
     assert len(set(homes.values())) > 1, "not all of them hash to one"

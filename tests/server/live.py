@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,10 +17,12 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 import uvicorn
 
 from pensieve.core.request import Event
+from pensieve.plugins.engines.process import free_port
 from pensieve.serve.server import create_server
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.app import App, ServeSettings, uvicorn_config
 from pensieve.serve.server.state import StateFile
+from tests.typed import typed_process
 
 PATIENCE_S = 100.0
 """For what happens at once where nothing is wrong. No test may pass or fail by how fast a machine is: it waits for what it
@@ -57,6 +61,26 @@ def simulated(keys: dict[str, str] | None = None, **fields: Any) -> Iterator[tup
     with create_server(**SIMULATED) as server, serving(server, keys, **fields) as (state, url):  # noqa: SIM117
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
             yield state, client
+
+
+@contextmanager
+def process(
+    outputs: Path, *arguments: str, keys: Mapping[str, str] | None = None
+) -> Iterator[tuple[ForkProcess, httpx.Client]]:
+    """The command in a fork of this interpreter, killed at the end, and a client of it."""
+    words = ("model.weights=random", "hardware.threads=1", f"serve.port={free_port()}", *arguments)
+    given = ",".join(f"{tenant}:{key}" for key, tenant in (keys or {}).items())
+    with (outputs / "said.txt").open("w+") as said:
+        running = typed_process("runners/serve.py", *words, outputs=outputs, to=(said, said), PENSIEVE_API_KEYS=given)
+        try:
+            url = f"http://127.0.0.1:{words[2].partition('=')[2]}"
+            assert until(lambda: running.exitcode is not None or healthy(url))
+            assert running.exitcode is None, (outputs / "said.txt").read_text()
+            with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+                yield running, client
+        finally:
+            running.kill()
+            running.join()
 
 
 class Hold:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("fastapi")
-
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("fastapi")
 from rich.console import Console
 
 from pensieve.core.plan import StartReport
@@ -70,10 +68,8 @@ def test_programs_give_hints_and_a_policy_acts_on_them():
 @pytest.mark.parametrize(
     ("said", "drawn"),
     [
-        ({}, Sampling(0.0, 1.0)),
         ({"temperature": 0.6, "top_p": 0.9}, Sampling(0.0, 1.0)),  # without do_sample they mean nothing
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(0.6, 0.9)),
-        ({"do_sample": True}, Sampling(1.0, 1.0)),
         ({"do_sample": True, "temperature": -1.0}, None),
     ],
 )

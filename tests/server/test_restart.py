@@ -14,20 +14,14 @@ import pytest
 from tests.invariants import check_cache
 
 pytest.importorskip("fastapi")
-from prometheus_client.parser import text_string_to_metric_families
-
 from pensieve.errors import ConfigError
-from pensieve.plugins.engines.process import free_port
 from pensieve.serve.server import create_server
 from pensieve.serve.server.app import ServeSettings, open_state
 from pensieve.serve.server.conversations import Conversations
 from pensieve.serve.server.state import StateFile
-from tests.server.live import PATIENCE_S, REAL, SIMULATED, healthy, serving, until
+from tests.server.live import PATIENCE_S, SIMULATED, serving
 from tests.server.test_chat import composed
-from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR, ask
-from tests.typed import typed_process
-
-START_S = 180.0
+from tests.server.test_http import ALICE, BOB, KEYS, ask
 
 
 @contextmanager
@@ -52,7 +46,7 @@ def after_a_kill(file):
 def known(app):
     """All that a server knows of its conversations, but for what ends with it."""
     assert app.server is not None
-    names = (
+    names = [
         "named",
         "created_at",
         "used_at",
@@ -63,7 +57,7 @@ def known(app):
         "messages",
         "claims",
         "marks",
-    )
+    ]
     return {(one.tenant, one.id): [getattr(one, name) for name in names] for one in app.server.conversations}
 
 
@@ -231,77 +225,3 @@ def test_a_disk_that_fails_costs_a_line_and_no_turn(tmp_path, caplog):
         client.close()
     with served(file) as (app, _):
         assert known(app) == before
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_kill_9_in_mid_stream_and_a_new_process(tmp_path):
-    """Two processes of the command itself, forked from this one, with tiers that hold one conversation and a disk; the
-    undisturbed run is in this process, which has room for all, and answers with the same tokens."""
-    import transformers.modeling_utils  # noqa: F401  once, rather than in both processes: eight seconds each
-
-    import pensieve.device.worker  # noqa: F401
-
-    # Together more than the tiers hold, whenever copies are made: 14 blocks for about 20. No token of these replies is near
-    # a tie (the least margin of 743 is 0.0006), so how many threads compute them decides none.
-    before = [
-        ("Tell Alice of the sea", ALICE, 60),
-        ("Tell Bob of the hills", BOB, 250),
-        ("Tell us of the sky", OPERATOR, 100),
-        ("Go on", OPERATOR, 150),
-        ("Go on", ALICE, 24),
-    ]
-    after = [("Go on", BOB, 24), ("And on", ALICE, 24), ("And on", BOB, 24)]
-    port = free_port()
-    with process(tmp_path, port) as (first, client):
-        said = [chat(client, text, who, session_id="talk", max_tokens=most) for text, who, most in before]
-        message = {"role": "user", "content": "To be cut"}
-        body = {"messages": [message], "max_tokens": 150, "temperature": 0, "stream": True, "session_id": "talk"}
-        with client.stream("POST", "/v1/chat/completions", json=body, headers=ALICE) as reply:
-            pieces = (line for line in reply.iter_lines() if line.startswith("data: "))
-            assert next(pieces) and next(pieces), "it streams"
-            first.kill()
-            first.join(PATIENCE_S)
-    with process(tmp_path, port) as (_, client):
-        stood = len(client.get("/v1/sessions/talk", headers=ALICE).json()["statistics"]) == 3
-        if stood:  # it had ended before the kill came: then it has to be known
-            before.append(("To be cut", ALICE, 150))
-            said.append(None)
-        kept = text_string_to_metric_families(client.get("/metrics", headers=OPERATOR).text)
-        chunks = next(sample.value for family in kept for sample in family.samples if "disk_blocks_used" in sample.name)
-        said += [chat(client, text, who, session_id="talk", max_tokens=most) for text, who, most in after]
-    with served(None, REAL) as (_, client):
-        whole = [*before, *after]
-        undisturbed = [chat(client, text, who, session_id="talk", max_tokens=most) for text, who, most in whole]
-    for here, there in zip(said, undisturbed, strict=True):
-        if here is None:
-            continue
-        assert here["choices"] == there["choices"]
-        assert here["usage"]["total_tokens"] == there["usage"]["total_tokens"]
-    at = len(before)  # the first turns after the kill
-    details = [one["usage"]["prompt_tokens_details"] for one in said[at : at + 2]]
-    for found, there in zip(details, undisturbed[at : at + 2], strict=True):
-        history = there["usage"]["prompt_tokens_details"]["gpu"]
-        assert found["gpu"] == found["cpu"] == 0 and found["disk"] + found["recomputed"] == history > 60
-    assert chunks > 0, "the second knows what the first wrote; whether it reads or computes it, measured times decide"
-    assert sum(found["recomputed"] for found in details) > 0, "the last chunk of each is partly filled"
-
-
-@contextmanager
-def process(outputs, port):
-    """A server of its own, killed at the end."""
-    keys = ",".join(f"{tenant}:{key}" for key, tenant in KEYS.items())
-    tiers = ("cache.gpu=384 tokens", "cache.cpu=64 tokens", "cache.disk=8192 tokens")
-    arguments = ("hardware=cpu", "model.weights=random", "hardware.threads=1", f"serve.port={port}")
-    with (outputs / "said.txt").open("w+") as said:
-        running = typed_process(
-            "runners/serve.py", *tiers, *arguments, outputs=outputs, to=(said, said), PENSIEVE_API_KEYS=keys
-        )
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
-                assert until(lambda: running.exitcode is not None or healthy(str(client.base_url)), START_S)
-                assert running.exitcode is None, (outputs / "said.txt").read_text()
-                yield running, client
-        finally:
-            running.kill()
-            running.join()

@@ -30,8 +30,7 @@ from pensieve.lab.compose.settings import HardwareConfig, TrialConfig, factory, 
 from pensieve.lab.workload.base import Workload, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.cache_state import in_state
 from pensieve.plugins.device import shelf
-from pensieve.plugins.engines.base import EngineSetup, OutsideEngine
-from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.base import EngineSetup, OutsideEngine, OutsideSystem
 from pensieve.serve.systems.base import AnsweringSystem, System, WallClock
 from pensieve.serve.tokenizer import ByteTokenizer, ChatTemplate, Tokenizer
 from pensieve.sim.machine_profile import read_profile

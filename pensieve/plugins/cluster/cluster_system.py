@@ -7,25 +7,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, History, Request
 from pensieve.lab.workload.base import Following
 from pensieve.plugins.cluster.outlook import NEVER_NS, Outlook
-from pensieve.plugins.cluster.routing import LOAD_BLIND, Asked, Router
+from pensieve.plugins.cluster.routing import LOAD_BLIND, Router, Turn
 from pensieve.serve.record import Transcripts
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.sim.worker import VirtualClock
-
-
-class Turn(NamedTuple):
-    """What a router reads of a request that is still to come."""
-
-    session: str
-    turn: int
 
 
 @dataclass(slots=True)
@@ -91,7 +84,7 @@ class ClusterSystem:
         return replace(reports[0], settings={**reports[0].settings, **self.settings()})
 
     def submit(self, request: Request) -> None:
-        replica = self._replicas[self._choose(request)]
+        replica = self._replicas[self._choose(request.session, request.turn)]
         if self._outlook is not None:
             self._outlook.sent(request, replica.number)
         replica.requests[request.id] = request
@@ -251,13 +244,13 @@ class ClusterSystem:
 
     # -- where conversations are --------------------------------------------------------------------------------------
 
-    def _choose(self, request: Asked) -> int:
+    def _choose(self, session: str, turn: int) -> int:
         """The replica that serves it."""
-        return self._router(request, self._replicas, self._seed).number
+        return self._router(Turn(session, turn), self._replicas, self._seed).number
 
     def _destination(self, session: str, turn: int) -> int | None:
         """As outlook.Destination."""
-        return self._choose(Turn(session, turn)) if self._router in LOAD_BLIND else None
+        return self._choose(session, turn) if self._router in LOAD_BLIND else None
 
     def _as_sent(self, request: Request, replica: Replica) -> Request:
         """What was said before is its history where the conversation's last turn was served elsewhere."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,11 @@ MOST_TIMES_MEAN = 1.25
 Mirrokni, Thorup, Zadimoghaddam 2018)."""
 
 
-class Asked(Protocol):
-    """What a router reads of a request."""
+class Turn(NamedTuple):
+    """What a router reads of a request, which may be still to come."""
 
-    @property
-    def session(self) -> str: ...
-
-    @property
-    def turn(self) -> int: ...
+    session: str
+    turn: int
 
 
 class Known(Protocol):
@@ -39,23 +36,23 @@ class Known(Protocol):
         ...
 
 
-Router = Callable[[Asked, Sequence[Known], int], Known]
-"""From a request, the replicas that are up (at least one, by number), and the trial's seed."""
+Router = Callable[[Turn, Sequence[Known], int], Known]
+"""From a turn, the replicas that are up (at least one, by number), and the trial's seed."""
 
 
-def random(request: Asked, up: Sequence[Known], seed: int) -> Known:
+def random(request: Turn, up: Sequence[Known], seed: int) -> Known:
     """Any of them, anew for each turn."""
     return up[int(uniform(seed, "route", request.session, request.turn) * len(up))]
 
 
-def least_loaded(request: Asked, up: Sequence[Known], seed: int) -> Known:
+def least_loaded(request: Turn, up: Sequence[Known], seed: int) -> Known:
     """The one with the fewest requests under way; of several, any."""
     loads = [one.in_flight for one in up]
     fewest = min(loads)
     return random(request, [one for one, load in zip(up, loads, strict=True) if load == fewest], seed)
 
 
-def affinity(request: Asked, up: Sequence[Known], seed: int) -> Known:
+def affinity(request: Turn, up: Sequence[Known], seed: int) -> Known:
     """The same one for every turn of a conversation, without a table: the highest of a hash of both names (rendezvous
     hashing). When a replica leaves, only its own conversations move."""
     key = int.from_bytes(hashlib.blake2b(request.session.encode(), digest_size=8).digest(), "little")
@@ -63,7 +60,7 @@ def affinity(request: Asked, up: Sequence[Known], seed: int) -> Known:
     return up[int(_mixed(numbers * _ODD + np.uint64(key)).argmax())]
 
 
-def prefix_aware(request: Asked, up: Sequence[Known], seed: int) -> Known:
+def prefix_aware(request: Turn, up: Sequence[Known], seed: int) -> Known:
     """The one that holds most of the conversation's KV, unless its load is beyond the bound; where none holds any, the least
     loaded."""
     held = [one.held_tokens(request.session) for one in up]

@@ -18,7 +18,7 @@ from typing import Any
 from pensieve.core.plan import StartReport
 from pensieve.errors import EngineMissing
 from pensieve.plugins.engines.base import EngineSetup
-from pensieve.plugins.engines.completions import HttpEngine
+from pensieve.plugins.engines.openai_http import HttpEngine
 from pensieve.plugins.engines.process import EngineProcess, free_port
 from pensieve.plugins.engines.weights import gguf_file, refuse_family, tokens_in
 from pensieve.units import ceil_div

@@ -15,10 +15,9 @@ from transformers import DynamicCache
 
 from pensieve.core.request import TokenArray
 from pensieve.device.sampler import greedy
-from pensieve.plugins.engines import wire as messages
 from pensieve.plugins.engines.base import EngineSetup
+from pensieve.plugins.engines.disaggregated import KV, LOGITS, Array, Said, Wire, computed
 from pensieve.plugins.engines.weights import plain_module
-from pensieve.plugins.engines.wire import KV, LOGITS, Array, Said, Wire
 
 WARM_TOKENS = 8
 
@@ -129,7 +128,7 @@ def _answer(wire: Wire, model: RemoteModel) -> None:
     try:
         if said.get("do") == "step":
             back, began, ended = model.step(array("i", said["ids"]), arrived.arrays)
-            wire.send(messages.computed(arrived.flight_s + began - here, ended - began), back, began_s=ended)
+            wire.send(computed(arrived.flight_s + began - here, ended - began), back, began_s=ended)
         elif said.get("do") == "generate":
             _generate(wire, model, said, arrived.flight_s)
     except (RuntimeError, IndexError, ValueError, KeyError) as error:
@@ -138,14 +137,14 @@ def _answer(wire: Wire, model: RemoteModel) -> None:
 
 def _generate(wire: Wire, model: RemoteModel, said: Said, waited: float) -> None:
     """A token as soon as it is drawn, until the last one or until the client says something."""
-    computed = 0.0
+    computed_s = 0.0
     for drawn, last, seconds in model.decode(array("i", said["ids"]), said["tokens"], said["ends"]):
-        computed += seconds
+        computed_s += seconds
         if not last and wire.waiting:
             wire.receive()
             last = True
         if last:
-            wire.send(messages.computed(waited, computed, drawn))
+            wire.send(computed(waited, computed_s, drawn))
             return
         began = perf_counter()
         wire.send({"token": drawn})

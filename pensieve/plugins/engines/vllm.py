@@ -26,7 +26,7 @@ from pensieve.errors import (
     UnsupportedModel,
 )
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
-from pensieve.plugins.engines.completions import HttpEngine
+from pensieve.plugins.engines.openai_http import HttpEngine
 from pensieve.plugins.engines.process import EngineProcess, free_port
 from pensieve.plugins.engines.weights import model_folder
 from pensieve.units import ceil_div
@@ -160,7 +160,7 @@ class Vllm(_Vllm):
     policy: of a CPU tier of cache.cpu behind the device (OffloadingConnector): vLLM's lru or arc, or one of ours by name
     (plugins/vllm), with policy_fields, and with costs from `profile`; null: there is no such tier. One of ours hears which
     conversation a request is of. blocks_per_chunk, offload_prompt_only: the connector's. On a CPU our copies stand for
-    vLLM's, which refuse (plugins/vllm/host.py).
+    vLLM's, which refuse (plugins/vllm/connector.py).
     """
 
     _mail: dict[str, queue.SimpleQueue[dict[str, Any] | None]]  # from `start` on: what came for each request

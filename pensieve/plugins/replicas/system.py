@@ -24,8 +24,7 @@ from pensieve.errors import ConfigError, EngineFailed, HardwareMissing, Pensieve
 from pensieve.lab.compose.build import check_memory
 from pensieve.lab.compose.model_files import check_weights
 from pensieve.lab.compose.plan import TrialPlan, free_device_bytes, memory_limit_bytes
-from pensieve.plugins.cluster.cluster_system import Turn
-from pensieve.plugins.cluster.routing import ROUTERS
+from pensieve.plugins.cluster.routing import ROUTERS, Turn
 from pensieve.plugins.engines.process import EngineProcess
 from pensieve.plugins.replicas.engine import Described, ReplicaReport
 from pensieve.serve.record import Listener, Transcripts, TurnRecord

@@ -1,4 +1,4 @@
-"""Eviction policies of ours in vLLM's CPU tier. `chunks` and `options` need no vLLM; `connector` and `host` run inside it.
+"""Eviction policies of ours in vLLM's CPU tier. `chunks` and `options` need no vLLM; `connector` runs inside it.
 
 vLLM's kv_connector_module_path names this package.
 """
@@ -7,8 +7,5 @@ from pensieve.lazy import from_modules
 
 __getattr__ = from_modules(
     __name__,
-    {
-        "PensieveConnector": "pensieve.plugins.vllm.connector",
-        "HostSpec": "pensieve.plugins.vllm.host",
-    },
+    dict.fromkeys(("PensieveConnector", "HostSpec"), "pensieve.plugins.vllm.connector"),
 )
