@@ -27,7 +27,7 @@ OURS, OTHERS = bytes(32), bytes(31) + b"1"
 
 
 class Talk:
-    """The next turns of conversations, each token compared with the plain model; a disk as fast as `load_s`."""
+    """The next turns of conversations, each token compared with the plain model; a disk that takes no time."""
 
     def __init__(
         self,
@@ -36,20 +36,17 @@ class Talk:
         gpu: int = 20,
         cpu: int = 10,
         disk_blocks: int = 60,
-        load_s: float = 0.0,
         identity: bytes = OURS,
         below: LowerTier | None = None,
         make: type[TwoTierCache] = TwoTierCache,
-        **settings: Any,
     ) -> None:
         self.path = folder / "pool.kv"
         cache = make(policy=Lru(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
         below = below or DiskTier(disk_blocks, transfer=DiskOptions(self.path, folder, identity, disk_blocks))
         assert below.transfer is not None
         options = TorchOptions(transfer=below.transfer)
-        limits = SchedulerSettings(**{"max_batch_tokens": 64, **settings})
-        self.engine = CheckedEngine(load(name), cache, limits, 512, options=options)
-        report = replace(self.engine.report, below_load_s=load_s)
+        self.engine = CheckedEngine(load(name), cache, SchedulerSettings(max_batch_tokens=64), 512, options=options)
+        report = replace(self.engine.report, below_load_s=0.0)
         cache.begin(cost=COST, layers=2, batch_tokens=64, below=below, report=report)
         self.cache, self._numbers = cache, 0
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -45,14 +44,7 @@ TURNS_AN_EPISODE = 60
 _model = lru_cache(maxsize=16)(tiny_model)
 _VOCAB, _CONTEXT = 97, 512
 _SHARED = tuple(5 + 7 * i % 83 for i in range(40))  # a prompt that several conversations begin with
-_POLICIES: tuple[Any, ...] = (
-    RetentionValue,
-    RetentionValue,
-    Lru,
-    Fifo,
-    ConversationLru,
-    LearnedReturn,
-)
+_POLICIES: tuple[Any, ...] = (RetentionValue, RetentionValue, Lru, Fifo, ConversationLru, LearnedReturn)
 _RESTORING = (RestoringCache, SharedCache)
 _CACHES: tuple[Any, ...] = (
     *_RESTORING,
@@ -249,26 +241,17 @@ def _submit(engine: CheckedEngine, operation: Operation, number: int) -> None:
 
 def soak(turns: int, seed: int) -> int:
     """Exit status: 0 when `turns` turns agreed with the plain model, 1 at the first that did not."""
-    total, number, began, said = Paths(), 0, time.monotonic(), 0.0
+    total, number = Paths(), 0
     while total.turns < turns:
         episode, asked = Episode(seed, number), min(TURNS_AN_EPISODE, turns - total.turns)
         try:
             total.add(episode.run(episode.operations(asked)))
         except (Mismatch, AssertionError) as error:
-            print(f"seed {seed}, episode {number}: {type(error).__name__}: {error}")
-            print(f"from tests.soak import Episode\nepisode = Episode({seed}, {number})")
+            print(f"{type(error).__name__}: {error}\nfrom tests.soak import Episode\nepisode = {episode}")
             print(f"episode.run(episode.operations({asked}))")
             return 1
         number += 1
-        if time.monotonic() - said > 10:
-            said = time.monotonic()
-            print(f"{total.turns} of {turns} turns, {number} models and engines, {time.monotonic() - began:.0f} s")
-    print(f"{total.turns} turns, {total.tokens} tokens, all as the plain model; largest difference {total.worst:.1e}")
-    by_path = {name: getattr(total, name) for name in Paths.__slots__ if name not in ("turns", "tokens", "worst")}
-    print("turns by path: " + ", ".join(f"{name} {count}" for name, count in by_path.items()))
-    missed = [name for name, count in by_path.items() if count == 0]
-    if missed:
-        print(f"Not hit, and so not checked: {', '.join(missed)}; ask for more turns, or give another seed.")
+    print(f"All as the plain model, by path: {total}")
     return 0
 
 

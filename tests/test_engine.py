@@ -135,7 +135,7 @@ def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_noth
     assert resumed[0] == resumed[1]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     cache=st.sampled_from([TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache]),
     depth=st.sampled_from([1, 2]),

@@ -70,8 +70,10 @@ def test_preempted_requests_go_on_exactly(name):
         assert engine.paths.preempted
 
 
-@pytest.mark.parametrize(("fused", "budget"), [(True, 48), (False, 48), (True, 512)])
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(
+    ("name", "fused", "budget"),
+    [("llama", True, 48), ("gemma2", True, 48), ("gpt2", False, 48), ("qwen3", True, 512), ("opt", True, 512)],
+)
 def test_two_leading_chunks_and_a_hole_within_a_budget(name, fused, budget):
     """The order of recovery: ascending, a prefix of the work list an iteration, over several plans; or one forward."""
     engine = checked(load(name, fused=fused), gpu_blocks=64, cpu_blocks=0, max_batch_tokens=budget)

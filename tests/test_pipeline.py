@@ -166,7 +166,7 @@ def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(m
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])
+@pytest.mark.parametrize("make", [TwoTierCache, VllmOffload, SlotCache])
 def test_a_row_that_is_not_finite_fails_its_own_turn_only(make, depth):
     engine, plain = engine_of(depth, gpu_blocks=64, cache=make), engine_of(1, gpu_blocks=64, cache=make)
     for one in (engine, plain):
@@ -193,11 +193,11 @@ def test_a_row_that_is_not_finite_fails_its_own_turn_only(make, depth):
     settle(engine)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_traffic_never_jams_and_gives_the_same_tokens_at_both_depths(seed):
     """Small pools, slow links, late copies, stops, cancellations, forgetting and failures, against a roomy engine."""
     rng = random.Random(seed)
-    depth, gpu = 1 + seed // 6 % 2, rng.randint(8, 26)
+    depth, gpu = 1 + seed // 6, rng.randint(8, 26)
     make = (TwoTierCache, TwoTierCache, VllmOffload, PrefixCache, SlotCache, StatelessCache)[seed % 6]
     eos = frozenset(rng.sample(range(VOCAB), 8))
     engine = engine_of(

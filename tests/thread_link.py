@@ -48,13 +48,11 @@ class ThreadLink:
         bytes_per_s: float | None = None,
         copy: Callable[[Piece], None] = copy_runs,
     ) -> None:
-        self.inward = _ThreadLane("cpu-to-gpu", bytes_per_s, copy)
-        self.outward = _ThreadLane("gpu-to-cpu", bytes_per_s, copy)
+        self.lanes = {way: _ThreadLane(bytes_per_s, copy) for way in (True, False)}  # by whether it leads to the GPU
         self._stalled_ns = 0
 
-    def throttle(self, bytes_per_s: float | None) -> None:
-        """Set the bandwidth of copies from now on."""
-        self.inward.bytes_per_s = self.outward.bytes_per_s = bytes_per_s
+    def enqueue(self, haul: Haul, inward: bool, after: Sequence[Mark] = ()) -> list[Mark]:
+        return self.lanes[inward].enqueue(haul, after)
 
     def computed(self) -> _ThreadMark:
         return _ThreadMark(reached=True)  # a forward on a CPU is done when the call returns
@@ -70,12 +68,12 @@ class ThreadLink:
         return stalled
 
     def synchronize(self) -> None:
-        for lane in (self.inward, self.outward):
+        for lane in self.lanes.values():
             lane.drain()
 
     def close(self) -> None:
-        self.inward.close()
-        self.outward.close()
+        for lane in self.lanes.values():
+            lane.close()
 
 
 class _ThreadMark:
@@ -102,12 +100,12 @@ _Order = tuple[Haul | None, Sequence[Mark], list[_ThreadMark]]  # a haul, what t
 
 
 class _ThreadLane:
-    def __init__(self, name: str, bytes_per_s: float | None, copy: Callable[[Piece], None]) -> None:
+    def __init__(self, bytes_per_s: float | None, copy: Callable[[Piece], None]) -> None:
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self.bytes_per_s = bytes_per_s
         self._copy = copy
         self._free_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:

@@ -36,14 +36,6 @@ class BlockTables:
             self._table = larger
         self._table[slot, first_chunk:stop] = blocks
 
-    @property
-    def slots(self) -> int:
-        return self._table.shape[0]
-
-    @property
-    def chunks(self) -> int:
-        return self._table.shape[1]
-
     def at(self, slots: Integers, chunks: Integers) -> Integers:
         """The block of one chunk of each slot."""
         return self._table[slots, chunks]
@@ -152,7 +144,7 @@ def build_batch(rows: Sequence[Row], tables: BlockTables, chunk_tokens: int, dev
     """Flatten `rows` (at least one). Reads the tables, changes nothing."""
     # Decode queries lie together, with contexts of like length adjacent, so that attention takes them in few groups.
     single, several = _pieces(rows)
-    single.sort(key=_longest_first)
+    single.sort(key=lambda piece: -piece[0])
     starts, slots = _integers([piece[0] for piece in single]), _integers([piece[1] for piece in single])
     ids = _integers([_UNSEEN if piece[2] is None else piece[2] for piece in single])
     unseen = [at for at, piece in enumerate(single) if piece[2] is None]
@@ -176,7 +168,6 @@ def build_batch(rows: Sequence[Row], tables: BlockTables, chunk_tokens: int, dev
     where, holder = np.concatenate(positions), np.concatenate(holders)
     chunks, offsets = np.divmod(where, chunk_tokens)
     counts = -(-stops // chunk_tokens)
-    assert counts.max() <= tables.chunks and of.max() < tables.slots, "a slot computes positions beyond its table"
     blocks = tables.at(holder, chunks)
     assert (blocks >= 0).all(), f"slot {int(holder[blocks < 0][0])} computes positions of a chunk that has no block"
     spans = Spans(firsts, begins, stops, counts, tables.joined(of, counts))
@@ -226,10 +217,6 @@ def _pieces(rows: Sequence[Row]) -> tuple[list[_One], list[_Several]]:
             else:
                 several.append((start, slot, part, sample))
     return single, several
-
-
-def _longest_first(piece: _One) -> int:
-    return -piece[0]
 
 
 def _integers(values: Sequence[int]) -> Integers:

@@ -1,14 +1,17 @@
-"""The memory behind the blocks: one pool a tier."""
+"""The memory behind the blocks: one pool a tier; and RAM that a GPU copies from and to directly."""
 
 from __future__ import annotations
 
 import mmap
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 
-from pensieve.device.transfers.pinned import pinned_bytes
 from pensieve.errors import HardwareMissing
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
@@ -105,3 +108,61 @@ class KvTensors:
                 f"{format_bytes(self.block_bytes)}) does not fit in {where} memory, of which {format_bytes(free)} are free; "
                 "lower cache.gpu or cache.cpu."
             ) from error
+
+
+class Kept:
+    """Page-locked memory that nobody uses now, by device one piece each, for whoever asks next: for some hundred GiB
+    page-locking takes a minute, zeroing seconds. Only while `keeps` says so; `clear` gives it back to the system."""
+
+    def __init__(self) -> None:
+        self.keeps: Callable[[], bool] = lambda: False
+        self._pieces: dict[int, NDArray[np.uint8]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self._pieces.values())
+
+    def clear(self) -> None:
+        self._pieces.clear()
+
+    def take(self, device: int, size: int) -> NDArray[np.uint8] | None:
+        """At least `size` bytes, holding what was left there. What is too small goes: there may be no room for both."""
+        piece = self._pieces.pop(device, None)
+        return piece if piece is not None and piece.nbytes >= size else None
+
+    def give(self, device: int, piece: NDArray[np.uint8]) -> None:
+        """The larger of two pieces stays."""
+        if self.keeps() and ((other := self._pieces.get(device)) is None or other.nbytes < piece.nbytes):
+            self._pieces[device] = piece
+
+
+kept = Kept()
+
+
+def pinned_bytes(size: int) -> torch.Tensor:
+    """uint8 [size], zeroed and page-locked: exactly so many bytes, where torch's own pinned memory takes the next power of
+    two (128 GiB for 65). Raises RuntimeError where the machine does not grant it."""
+    device = torch.cuda.current_device()
+    again = kept.take(device, size)
+    if again is not None:
+        return _lent(again, size, device).zero_()
+    memory = np.zeros(size + mmap.PAGESIZE, dtype=np.uint8)
+    begins = -memory.ctypes.data % mmap.PAGESIZE
+    locked = memory[begins : begins + size]
+    address, cudart = locked.ctypes.data, torch.cuda.cudart()
+    if int(cudart.cudaHostRegister(address, size, 0)) != 0:
+        # Some virtual machines refuse. That stays behind as the runtime's last error, for which the next kernel would be
+        # blamed; then it is torch's way.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    # The array is told before its memory goes; whoever has a part of it keeps it.
+    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    return _lent(locked, size, device)
+
+
+def _lent(locked: NDArray[np.uint8], size: int, device: int) -> torch.Tensor:
+    """Make a tensor of the first bytes of page-locked memory, which may be kept when no view of the tensor is left."""
+    part = locked[:size]
+    weakref.finalize(part, kept.give, device, locked).atexit = False
+    return torch.from_numpy(part)

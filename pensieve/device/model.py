@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -139,14 +139,10 @@ def load_model(asked: ModelAsked, ranks: Ranks | None = None) -> LoadedModel:
                 f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights, more than {where} has left; "
                 "choose a smaller model."
             ) from error
-    note = chosen.forward_note if ranks is None else "sharded by transformers' plan for the architecture"
+    if ranks is not None:
+        chosen = replace(chosen, forward_note="sharded by transformers' plan for the architecture")
     return LoadedModel(
-        chosen.forward,
-        note,
-        chosen.attention,
-        chosen.attention_note,
-        chosen.fell_back,
-        chosen.self_check,
+        **{field.name: getattr(chosen, field.name) for field in fields(chosen)},
         module=module,
         spec=part.spec,
         config=module.config,

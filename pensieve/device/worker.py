@@ -228,7 +228,6 @@ class TorchWorker:
             "standing_bytes": self._room.standing_bytes if self._room else None,
             "copies": self._copies,
             "disk_load_s": self._transfer.below_load_s if self._transfer else 0.0,
-            "mean_fragment_bytes": self._transfer.mean_fragment_bytes if self._transfer else 0.0,
         }
 
     def launch(self, plan: StepPlan) -> None:

@@ -43,21 +43,6 @@ def session_of(cache: TwoTierCache, name: str) -> Session:
     return session
 
 
-def edit(cache: TwoTierCache, name: str, length: int) -> None:
-    """As the engine leaves a conversation: its last token has no KV."""
-    session = session_of(cache, name)
-    cache.truncate(session, length, max(length - 1, 0))
-
-
-def test_editing_a_conversation_under_way_costs_the_same_however_long_it_is() -> None:
-    costs = []
-    for chunks in (40, 400):
-        cache, _ = under_way(chunks)
-        costs.append(calls_of(lambda cache=cache, to=4 * chunks - 3: edit(cache, "a", to)))
-        check_cache(cache)
-    assert costs[0] == costs[1]
-
-
 def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> None:
     costs = []
     for chunks in (40, 400):

@@ -86,8 +86,7 @@ def test_history_found_is_that_of_a_list_of_conversations(make: Any, seed: int) 
 
 
 @pytest.mark.parametrize("make", MANAGERS)
-@pytest.mark.parametrize("policy", [Lru, RetentionValue])
-@pytest.mark.parametrize("ahead", ["paper", "spare", "never"])
+@pytest.mark.parametrize(("policy", "ahead"), [(Lru, "paper"), (RetentionValue, "spare"), (Lru, "never")])
 def test_what_is_left_of_a_conversation_is_a_prefix(make: Any, policy: Any, ahead: Any) -> None:
     """After each turn, on both tiers together; where holes may be, there are some."""
     holes = {"any": 0, "prefix": 0}

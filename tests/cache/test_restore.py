@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from array import array
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +9,7 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import Engine
-from pensieve.plugins.caches.restore import CpuChunks, RestoreTimes, RestoringCache
+from pensieve.plugins.caches.restore import RestoreTimes, RestoringCache
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.roofline import Roofline
 from pensieve.specs import HardwareSpec
@@ -53,29 +52,10 @@ def chunks(count: int, first: int = 0) -> list[tuple[int, int]]:
 
 def test_the_split_is_where_computing_and_loading_take_as_long() -> None:
     """Without a step's cost, in iterations of one chunk: d chunks of 1 s beside 30 - d of 0.5 s, so d = 10."""
-    model, on_cpu = times(Cost(load=0.5), layers=1000, batch_tokens=4), CpuChunks(chunks(30))
-    assert model.choose([(120, 121)], chunks(30), 0) == 10
+    model, asked = times(Cost(load=0.5), layers=1000, batch_tokens=4), ([(120, 121)], chunks(30), 0)
+    assert model.choose(*asked) == 10
     for recomputed, seconds in ((10, 10 + 0.25), (0, 15), (30, 30.25)):  # a quarter of a chunk is the new prompt
-        assert model.finish_s([(120, 121)], on_cpu, recomputed, 0) == pytest.approx(seconds, abs=0.01)
-
-
-def test_never_predicted_slower_than_either_and_nearly_the_best_of_all() -> None:
-    rng = random.Random(5)
-    for _ in range(300):
-        cost = Cost(rng.choice((0.0, 0.01, 0.3, 1.0, 5.0)), 1.0, rng.choice((0.0, 0.01)), rng.choice((0.0, 0.5, 3.0)))
-        model = times(cost, rng.choice((1, 4, 32)), rng.choice((3, 16, 64)))
-        leading, count = rng.choice((0, 0, 5)), rng.randint(1, 60)
-        on_cpu = sorted(rng.sample(chunks(2 * count, leading), count)) if rng.random() < 0.3 else chunks(count, leading)
-        held = {index for start, _ in on_cpu for index in range(start, start + 4)}
-        gone = set(rng.sample(range(4 * (2 * count + leading)), rng.choice((0, 7)))) | set(range(4 * leading))
-        last = 4 * (2 * count + leading)
-        missing = [(p, p + 1) for p in sorted(gone - held)] + [(last, last + rng.choice((1, 30)))]
-        backlog = rng.choice((0, 0, 9))
-        best = model.choose(missing, on_cpu, backlog)
-        resident = CpuChunks(on_cpu)
-        every = [model.finish_s(missing, resident, d, backlog) for d in range(count + 1)]
-        assert every[best] <= min(every[0], every[-1])
-        assert every[best] <= min(every) + cost.step + 2 * cost.load + 2 * cost.recompute_s(last)
+        assert model.seconds_of_splits(*asked)[recomputed] == pytest.approx(seconds, abs=0.01)
 
 
 def returning(mode: str, hardware: HardwareSpec, tokens: int = 400, budget: int = 32) -> tuple[TurnRecord, Engine]:
@@ -104,8 +84,8 @@ def test_a_hybrid_restore_saves_what_was_predicted_and_changes_no_token(
     choose = RestoreTimes.choose
 
     def watched(model: RestoreTimes, missing: Any, on_cpu: Any, backlog: int) -> int:
-        best = choose(model, missing, on_cpu, backlog)
-        predicted.append([model.finish_s(missing, CpuChunks(on_cpu), n, backlog) for n in (best, 0, len(on_cpu))])
+        best, seconds = choose(model, missing, on_cpu, backlog), model.seconds_of_splits(missing, on_cpu, backlog)
+        predicted.append([seconds[n] for n in (best, 0, len(on_cpu))])
         return best
 
     monkeypatch.setattr(RestoreTimes, "choose", watched)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from pensieve.core.cache.base import CacheManager
-from pensieve.core.engine import Engine
 from pensieve.core.plan import Row, Sample, StepPlan, StepResult
 from pensieve.core.request import Sampling
 from pensieve.core.scheduler.active_request import ActiveRequest
@@ -17,10 +14,9 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.plugins.caches.restore import RestoreMode
-from pensieve.serve.books.books import Books
 from pensieve.serve.systems.base import WallClock
 from pensieve.specs import ModelSpec
-from tests.exact import CheckedEngine, Paths, Readings, WatchedWorker
+from tests.exact import CheckedEngine, Paths
 from tests.gpu.conversations import restoring
 from tests.soak import Episode, perform
 from tests.worker.torch.driver import ARCHITECTURES, drawn, plain_logits
@@ -57,62 +53,29 @@ class Turn(NamedTuple):
 class Serving(CheckedEngine):
     """Compares nothing while it serves, since that would wait for the device: `wrong_tokens` does it afterwards."""
 
-    def __init__(
-        self, model: LoadedModel, cache: CacheManager, settings: SchedulerSettings, options: TorchOptions
-    ) -> None:
-        clock = Readings()
-        self.torch_worker = WatchedWorker(model, cache.chunk_tokens, clock, options=options)
-        self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
-        Engine.__init__(
-            self,
-            cache=cache,
-            settings=settings,
-            worker=self.torch_worker,
-            clock=clock,
-            max_context=CONTEXT,
-            facts=Books(cache.chunk_tokens),
-        )
-        self.model, self.paths, self._seen = model, Paths(), {}
+    compares = False
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.turns: list[Turn] = []
-
-    def _poison(self, everything: bool = False) -> None:
-        """A fill would wait."""
-
-    def _emit(self, active: ActiveRequest, token: int, now_s: float) -> None:
-        Engine._emit(self, active, token, now_s)
 
     def _close(
         self, active: ActiveRequest, status: str, reason: str | None, now_s: float, error: str | None = None
     ) -> None:
-        Engine._close(self, active, status, reason, now_s, error)
-        assert status != "failed", error
+        super()._close(active, status, reason, now_s, error)
         if status == "completed":
             output, request = active.generated, active.request
             self.turns.append(Turn(list(active.session.tokens), output, request.sampling, active.noise_key))
 
 
-@dataclass(slots=True)
-class Served:
-    """counts: of serving alone, without start and end."""
-
-    engine: Serving
-    paths: Paths
-    replays: int
-
-
 def converse(
-    device: Machine,
-    model: LoadedModel,
-    mode: RestoreMode,
-    options: TorchOptions,
-    turns: int,
-    returns: int = 2,
-    seed: int = 5,
-) -> Served:
-    """Random conversations, more than both tiers hold. Nothing races, and nothing waits but for the tokens of a plan."""
+    device: Machine, model: LoadedModel, mode: RestoreMode, options: TorchOptions, turns: int, returns: int
+) -> tuple[Serving, Paths, int]:
+    """Random conversations, more than both tiers hold. Nothing races, and nothing waits but for the tokens of a plan. The
+    last number is of replays."""
     settings = SchedulerSettings(max_batch_tokens=48, max_batch_requests=REQUESTS)
-    engine = Serving(model, restoring(model, mode, GPU_BLOCKS, CPU_BLOCKS, 48), settings, options)
-    episode, close = Episode(seed, 0), engine.torch_worker.close
+    engine = Serving(model, restoring(model, mode, GPU_BLOCKS, CPU_BLOCKS, 48), settings, CONTEXT, options=options)
+    episode, close = Episode(5 if mode == "hybrid" else 4, 0), engine.torch_worker.close
     device.forget()
     before = device.replays
 
@@ -123,7 +86,7 @@ def converse(
 
     engine.torch_worker.close = check_and_close  # type: ignore[method-assign]
     paths = perform(engine, [*episode.operations(turns), *(episode.returns(returns) if returns else ())])
-    return Served(engine, paths, device.replays - before)
+    return engine, paths, device.replays - before
 
 
 def wrong_tokens(turns: list[Turn], name: str) -> tuple[int, int]:

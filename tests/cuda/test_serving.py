@@ -22,28 +22,19 @@ DEEP = TorchOptions(depth=2, max_batch_requests=REQUESTS)
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("name", "fused", "mode", "turns"),
-    [
-        ("llama", True, "load", 5),
-        *(
-            pytest.param(*one, 12, marks=pytest.mark.slow)
-            for one in (("gemma2", True, "hybrid"), ("llama", False, "load"))
-        ),
-    ],
+    ("name", "mode", "turns"), [("llama", "load", 5), pytest.param("gemma2", "hybrid", 12, marks=pytest.mark.slow)]
 )
-def test_conversations(device, name, fused, mode, turns):
+def test_conversations(device, name, mode, turns):
     """At length, more than both tiers hold: swaps both ways, drops, recomputation with holes, suspension."""
     device.lag = 6
-    served = converse(
-        device, tiny(name, fused), mode, DEEP, turns, 0 if turns == 5 else 2, 5 if mode == "hybrid" else 4
-    )
-    paths = served.paths
-    wrong, total = wrong_tokens(served.engine.turns, name)
+    engine, paths, replays = converse(device, tiny(name), mode, DEEP, turns, returns=0 if turns == 5 else 2)
+    wrong, total = wrong_tokens(engine.turns, name)
     assert wrong == 0 and total > (20 if turns == 5 else 75), f"{wrong} of {total} tokens are wrong"
-    assert served.replays > 10
+    assert replays > 10
     if turns > 5:
-        assert paths.gpu_hit and paths.cpu_restore and paths.preempted and paths.recompute
-        assert mode == "load" or (paths.again and paths.hole)
+        assert (
+            paths.gpu_hit and paths.cpu_restore and paths.preempted and paths.recompute and paths.again and paths.hole
+        )
 
 
 @pytest.mark.parametrize("attention", ["reference", pytest.param("triton", marks=needs_triton)])
@@ -70,7 +61,6 @@ def test_without_graphs(device, attention):
     [
         ("llama", True),
         ("gemma2", False),
-        pytest.param("qwen3", True, marks=pytest.mark.slow),
         pytest.param("gpt2", True, marks=pytest.mark.slow),
     ],
 )
@@ -94,11 +84,10 @@ def test_models_are_captured_and_wait_for_nothing(device, name, fused):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_every_batch_size_is_replayed_and_padding_writes_to_a_block_of_its_own(device, name):
+def test_every_batch_size_is_replayed_and_padding_writes_to_a_block_of_its_own(device):
     """Conversations of different lengths join and leave again: every bucket, with and without padding."""
-    blocks, sizes = 60, [1, 2, 3, 5, 8, 9, 12, 7, 4, 1]
-    hand = Hand(tiny(name), TorchOptions(max_batch_requests=12), blocks)
+    blocks, sizes = 60, [1, 3, 4, 9, 7, 2]
+    hand = Hand(tiny(), TorchOptions(max_batch_requests=12), blocks)
     assert hand.settings["graph_buckets"] == list(buckets_up_to(12)) == [1, 2, 4, 8, 12]
     pool, known = hand.worker.tensors.gpu, {}
     assert len(pool[0]) == blocks + 1, "the last one is nobody's"
@@ -109,7 +98,7 @@ def test_every_batch_size_is_replayed_and_padding_writes_to_a_block_of_its_own(d
         slots = range(12 - size, 12)
         result = hand.step(*(hand.decode(len(known[slot]) - 1, slot) for slot in slots))
         for slot in slots:
-            assert result.tokens[slot] == plain_token(known[slot], name), (size, slot)
+            assert result.tokens[slot] == plain_token(known[slot]), (size, slot)
             known[slot].append(result.tokens[slot])
     assert device.replays == before + len(sizes), "nothing was left to the eager forward"
     written = {int(block) for block in pool.cpu().flatten(2).any(-1).any(0).nonzero()}

@@ -11,7 +11,6 @@ import torch
 from pensieve.core.plan import Row, Sample
 from pensieve.device import batch, flight
 from pensieve.device.transfers import cuda_link
-from pensieve.device.transfers import pinned as pinning
 from pensieve.device.worker import TorchOptions
 from pensieve.serve.systems.profiling import swap_in, swap_out
 
@@ -34,15 +33,11 @@ WAITS = {
     "item": lambda x: x[0].item(),
     "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
-    "bool": lambda x: bool(x[0] > 0),
     "nonzero": lambda x: x.nonzero(),
     "a mask": lambda x: x[x > 0],
     "an index on the host": lambda x: x[torch.tensor([0, 2])],
-    "equal": lambda x: torch.equal(x, x),
     "pageable in": lambda x: x.copy_(torch.ones(8)),
-    "pinned in, blocking": lambda x: x.copy_(pinned()),
     "pinned out, blocking": lambda x: pinned().copy_(x),
-    "synchronize": lambda x: torch.cuda.synchronize(),
     "an event": lambda x: torch.cuda.current_stream().record_event().synchronize(),
 }
 
@@ -52,10 +47,8 @@ def test_what_waits_is_listed_and_what_does_not_is_not(device):
     for name, wait in WAITS.items():
         device.forget()
         wait(x)
-        assert device.syncs and "test_standin" in device.syncs[0].where, name
-        assert not device.findings, name
+        assert device.syncs and "test_standin" in device.syncs[0].where and not device.findings, name
     device.forget()
-    x.copy_(pinned(), non_blocking=True)
     pinned().copy_(x * 2 + 1, non_blocking=True)
     x.index_select(0, torch.zeros(2, dtype=torch.int64, device=SIDE)).sum()
     device.assert_clean()
@@ -88,12 +81,6 @@ def reused(x, over):
     buffer.fill_(1.0)
 
 
-def read_early(x):
-    buffer = pinned()
-    buffer.copy_(x, non_blocking=True)
-    buffer.tolist()
-
-
 def freed(x):
     graph, gone = torch.cuda.CUDAGraph(), torch.ones(3, device=SIDE)
     with torch.cuda.graph(graph):
@@ -105,10 +92,8 @@ def freed(x):
 FOUND = {
     "from pageable memory": (lambda x: x.copy_(torch.ones(8), non_blocking=True), {"pageable"}),
     "to pageable memory": (lambda x: torch.empty(8).copy_(x, non_blocking=True), {"pageable"}),
-    "strided": (lambda x: torch.ones(4, 4, device=SIDE)[:, 0].copy_(pinned(4), non_blocking=True), {"strided"}),
     "pinned memory reused under a copy": (lambda x: reused(x, False), {"race"}),
     "pinned memory reused after it": (lambda x: reused(x, True), set()),
-    "pinned memory read before the copy is over": (read_early, {"race"}),
     "two streams": (lambda x: other_stream(x, False), {"race"}),
     "two streams in order": (lambda x: other_stream(x, True), set()),
     "a write behind a read of another stream": (read_beside, {"race"}),
@@ -123,21 +108,14 @@ def test_what_breaks_a_rule_is_found(device, name):
     assert kinds(device) == found, listed(device.findings)
 
 
-BREAKS = {
-    "item": lambda x: x[0].item(),
-    "from the host": lambda x: x.copy_(pinned(), non_blocking=True),
-    "pinned memory": lambda x: torch.ones(8).pin_memory(),
-    "query": lambda x: torch.cuda.Event().query() or torch.cuda.current_stream().record_event().query(),
-    "synchronize": lambda x: torch.cuda.synchronize(),
-}
-
-
-@pytest.mark.parametrize("name", BREAKS)
-def test_what_a_capture_forbids(device, name):
+@pytest.mark.parametrize(
+    "act", [lambda x: x[0].item(), lambda x: x.copy_(pinned(), non_blocking=True), lambda x: torch.cuda.synchronize()]
+)
+def test_what_a_capture_forbids(device, act):
     x, graph = torch.ones(8, device=SIDE), torch.cuda.CUDAGraph()
     with suppress(RuntimeError), torch.cuda.graph(graph):
         x.add_(1)
-        BREAKS[name](x)
+        act(x)
     torch.cuda.set_stream(torch.cuda.default_stream())
     assert "capture" in kinds(device), listed(device.findings)
 
@@ -167,8 +145,8 @@ def no_hold_before_compute(patch):
 
 
 def no_wait_of_swap_outs_for_compute(patch):
-    enqueue = cuda_link._CudaLane.enqueue
-    patch.setattr(cuda_link._CudaLane, "enqueue", lambda self, haul, after: enqueue(self, haul, ()))
+    enqueue = cuda_link.CudaLink.enqueue
+    patch.setattr(cuda_link.CudaLink, "enqueue", lambda self, haul, inward, after=(): enqueue(self, haul, inward))
 
 
 def tokens_read_early(patch):
@@ -194,7 +172,6 @@ def lists_sent_from_pageable_memory(patch):
 
     from pensieve.device.kernels import triton_backend
 
-    patch.setattr(pinning, "send", send)
     patch.setattr(triton_backend, "send", send)
 
 

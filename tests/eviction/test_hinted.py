@@ -39,24 +39,12 @@ def test_who_will_be_back_goes_last_until_it_is_overdue() -> None:
     assert evicted(policy, sessions, 91.0) == [1, 2, 3, 4, 5], "nobody's word stands: least recently used"
 
 
-def test_an_oracle_reads_the_schedule_and_not_what_the_client_says() -> None:
-    said = Hint(expected_s=1.0)
-    sessions = [
-        idle(1, 0.0, next_use_s=60.0),
-        idle(2, 1.0, said),
-        idle(3, 2.0, said, 62.5),
-        idle(4, 3.0, next_use_s=4.0),
-    ]
-    assert evicted(OracleHint(policy_context()), sessions, 5.0) == [2, 3, 1, 4]
-    assert evicted(OracleHint(policy_context(), within_s=61.0), sessions, 5.0) == [2, 1, 3, 4]
-
-
 @pytest.mark.parametrize("error_pct", [0, 10, 40, 100])
 def test_a_noisy_hint_is_wrong_as_often_as_it_says_about_either_answer(error_pct: float) -> None:
     draw = random.Random(3)
     noisy, true = OracleHint(policy_context(), error_pct=error_pct), OracleHint(policy_context())
     for returns in (True, False):
-        sessions = [idle(n, 0.0, next_use_s=draw.uniform(0, 60) if returns else None) for n in range(4000)]
+        sessions = [idle(n, 99.0, next_use_s=draw.uniform(99, 159) if returns else None) for n in range(4000)]
         assert {true.soon(session) for session in sessions} == {returns}
         wrong = [noisy.soon(session) is not returns for session in sessions]
         assert sum(wrong) / 4000 == pytest.approx(error_pct / 100, abs=0.025)

@@ -1,9 +1,8 @@
-"""Compare what the scenarios give now with what is frozen; freeze it anew; write rows out; measure the host's cost.
+"""Compare what the scenarios give now with what is frozen; freeze it anew; write rows out.
 
 python -m tests.frozen [NAME ...] [--quick]    check all, those named (or whose name begins so), or those that are not slow
 python -m tests.frozen --write [NAME ...]      freeze anew
 python -m tests.frozen --show NAME FILE        all rows of one scenario, a line each, to be compared with diff
-python -m tests.frozen --cost [CHECKOUT ...]   host time of a plan and a row, of several checkouts in turns
 python -m tests.frozen --crossings             files and calls that a turn crosses
 """
 
@@ -47,14 +46,9 @@ def differences(name: str, rows: Rows) -> list[str]:
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("names", nargs="*")
-    for flag in ("--quick", "--write", "--show", "--cost", "--cost-once", "--crossings"):
+    for flag in ("--quick", "--write", "--show", "--crossings"):
         parser.add_argument(flag, action="store_true")
     asked = parser.parse_args(words)
-    if asked.cost or asked.cost_once:
-        from tests.frozen.cost import measured, report
-
-        print(json.dumps(measured()) if asked.cost_once else report([Path(one) for one in asked.names or ["."]]))
-        return 0
     if asked.crossings:
         from tests.crossings import generated_turn, restored_turn
 

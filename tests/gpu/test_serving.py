@@ -114,6 +114,15 @@ def test_every_token_is_the_plain_models(name: str, mode: RestoreMode, depth: in
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
+def test_auto_fits_and_leaves_its_share() -> None:
+    options = TorchOptions(max_batch_tokens=256, max_batch_requests=12, memory_share=0.5)
+    worker = TorchWorker(model(), 32, WallClock(), options=options)
+    worker.start(worker.room(), 0)
+    free, total = torch.cuda.mem_get_info()
+    worker.close()
+    assert 0.35 < 1 - free / total < 0.6
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_a_deep_model_with_random_weights_is_served_by_triton_and_the_fused_forward() -> None:
     model = small_model("deep", dtype="bfloat16")

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from pensieve.device.asked import ModelAsked
-from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.kv_tensors import KvTensors, pinned_bytes
 from pensieve.device.model import load_model
 from pensieve.device.transfers.cuda_link import CudaLink, choose_copier
-from pensieve.device.transfers.pinned import pinned_bytes
 from pensieve.device.transfers.transfer import Link, Transfer
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.serve.systems.base import WallClock

@@ -34,8 +34,8 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     yield open_store(tmp_path)
     isolate.end_kept()
-    while shelf._open:
-        shelf.close()
+    shelf.empty()
+    shelf._open.clear()
 
 
 def run(store, tmp_path, name, *overrides, sweep=None):

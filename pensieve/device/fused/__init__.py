@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pensieve.device.fused.decoder import FusedModel
+from pensieve.device.fused.decoder import FusedModel, packable
 from pensieve.device.fused.learned import build_gpt2, build_opt
-from pensieve.device.fused.linear import packable
 from pensieve.device.fused.rotary import build_rotary
 
 _BUILDERS: dict[str, Callable[[Any, bool], FusedModel | str]] = {

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pensieve.device.fused.decoder import ACTIVATIONS, Attention, FusedModel, Step
+from pensieve.device.fused.decoder import ACTIVATIONS, Attention, FusedModel, Linear, Step
 from pensieve.device.fused.few_rows import RowKernels
-from pensieve.device.fused.linear import Linear
 from pensieve.device.kernels.base import Scores
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from pensieve.device.batch import Batch, Spans
 from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.paged import attend_kernel, join_kernel, write_kernel
 from pensieve.device.kernels.work_list import ITEM, JOIN, LARGE, Cutting, WorkList, padded, work_list
-from pensieve.device.transfers.pinned import send, sent
 
 _LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 16  # of a tile: what tl.dot takes
@@ -295,6 +295,20 @@ class StandingPlan(_TritonPlan):
             whole = np.zeros(tuple(target.shape), dtype=np.int32)
             whole[: len(part)] = part
             send(whole, target)
+
+
+def send(values: NDArray[np.int32], target: torch.Tensor) -> None:
+    """Copy values into `target` without waiting for the device: from pinned memory, which torch keeps until the copy is
+    done."""
+    source = torch.from_numpy(values)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+def sent(values: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """Make a new tensor on the device, filled as `send` does it."""
+    target = torch.empty(values.shape, dtype=torch.int32, device=device)
+    send(values, target)
+    return target
 
 
 def _partials(rows: int, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:

@@ -86,25 +86,12 @@ class Mark(Protocol):
         ...
 
 
-class Lane(Protocol):
-    """One direction; hauls are copied in the order in which they were enqueued."""
-
-    def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:
-        """Copy layer by layer once all of `after` are reached. Returns at once, with a mark behind each layer."""
-        ...
-
-
 class Link(Protocol):
-    """Two lanes, and the compute that waits for marks in them."""
+    """Two lanes, from CPU to GPU (inward) and back, and the compute that waits for marks in them."""
 
-    @property
-    def inward(self) -> Lane:
-        """CPU to GPU."""
-        ...
-
-    @property
-    def outward(self) -> Lane:
-        """GPU to CPU."""
+    def enqueue(self, haul: Haul, inward: bool, after: Sequence[Mark] = ()) -> list[Mark]:
+        """Copy layer by layer once all of `after` are reached, and behind what was enqueued in this direction before.
+        Returns at once, with a mark behind each layer."""
         ...
 
     def computed(self) -> Mark:
@@ -149,8 +136,8 @@ class Transfer:
 
     link: what makes copies beside the compute. Without one both tiers are RAM, and a copy is done when the call returns.
 
-    h2d_bytes and d2h_bytes count what was copied; fragments counts the contiguous pieces of a layer. below_load_s,
-    below_kept: of a tier below, as in StartReport. Here there is none: a subclass performs its moves.
+    h2d_bytes and d2h_bytes count what was copied. below_load_s, below_kept: of a tier below, as in StartReport. Here there is
+    none: a subclass performs its moves.
     """
 
     below_load_s = 0.0
@@ -161,7 +148,6 @@ class Transfer:
         self._link = link
         self.h2d_bytes = 0
         self.d2h_bytes = 0
-        self.fragments = 0
         self._loads: deque[_Group] = deque()  # oldest first
         self._outs: deque[_Group] = deque()
         self._numbers = 0
@@ -169,10 +155,6 @@ class Transfer:
         self._required: _Group | None = None
         self.over: list[Moved] = []
         self._lost: dict[int, BaseException] = {}  # error by number of a group that failed and was not reported yet
-
-    @property
-    def mean_fragment_bytes(self) -> float:
-        return (self.h2d_bytes + self.d2h_bytes) / self.fragments if self.fragments else 0.0
 
     def begin(self, plan: StepPlan) -> int:
         """Start a plan's copies, those into the GPU first. Returns the nanoseconds for which the caller was held up."""
@@ -192,7 +174,7 @@ class Transfer:
             return _copy_now(runs, self._tensors.cpu, self._tensors.gpu)
         if moves:
             haul = Haul(runs, self._tensors.cpu, self._tensors.gpu)
-            self._loads.append(self._group(tickets, self._link.inward.enqueue(haul, ())))
+            self._loads.append(self._group(tickets, self._link.enqueue(haul, inward=True)))
             for run in runs:
                 self._brought_by[run.dst : run.dst + run.blocks] = self._numbers
         self._required = self._loads[-1] if self._loads else None
@@ -241,7 +223,7 @@ class Transfer:
             if self._loads and not urgent:
                 after.append(self._loads[-1].marks[-1])
             haul = Haul(runs, self._tensors.gpu, self._tensors.cpu)
-            self._outs.append(self._group(tickets, link.outward.enqueue(haul, after)))
+            self._outs.append(self._group(tickets, link.enqueue(haul, False, after)))
         return held_ns
 
     def stalled_ns(self) -> int:
@@ -306,7 +288,6 @@ class Transfer:
                     self._lost[group.number] = error
 
     def _count(self, runs: list[BlockRun]) -> int:
-        self.fragments += len(runs) * self._tensors.layers
         return sum(run.blocks for run in runs) * self._tensors.block_bytes
 
 

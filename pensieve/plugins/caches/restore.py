@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pensieve.core.cache.tiers import Tiers, missing_runs
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.facts import Admission, Found
 from pensieve.core.machine import CostModel
-from pensieve.core.session import Chunks, Run, Session, merged, tokens_in
+from pensieve.core.session import Chunks, Run, Session
 from pensieve.errors import ConfigError
 from pensieve.plugins.caches.prefix_rule import PrefixTiers
 from pensieve.units import ceil_div
@@ -23,8 +25,6 @@ predicts to be the fastest, neither of the two included being slower."""
 Reuse = Literal["any", "prefix"]
 """Of a conversation that returns: any: all that is there, with holes, as in the paper. prefix: what is there up to the first
 hole; chunks are given up from the tail."""
-
-_CANDIDATES = 32  # splits tried around the crossing, within an iteration's worth of chunks to either side
 
 
 @dataclass(slots=True)
@@ -40,63 +40,49 @@ class RestoreTimes:
     chunk_tokens: int
     layers: int
     batch_tokens: int
-    _until: list[float] = field(default_factory=lambda: [0.0])  # seconds to compute chunks [0, i)
+    _chunk_s: list[float] = field(default_factory=list)  # to compute each chunk of a context
 
     def choose(self, missing: Sequence[Run], on_cpu: Sequence[Run], backlog: int) -> int:
         """How many of the first chunks on CPU are computed again: the fastest split, of equally fast ones that which loads
-        most.
+        most. As seconds_of_splits."""
+        return int(self.seconds_of_splits(missing, on_cpu, backlog).argmin())
+
+    def seconds_of_splits(self, missing: Sequence[Run], on_cpu: Sequence[Run], backlog: int) -> NDArray[np.float64]:
+        """[chunks on CPU + 1]: seconds until everything is there and computed, if so many of the first are not loaded.
 
         missing: positions in neither tier, the new prompt included, ascending. on_cpu: positions a chunk, ascending.
         backlog: chunks that the link has still to load for others.
         """
-        cpu_chunks = CpuChunks(on_cpu)
+        load_s, step_s, batch = self.cost.load_s(), self.cost.step_s(), self.batch_tokens
+        absent = _positions(missing)
+        whole = np.sort(np.concatenate([absent, _positions(on_cpu)]))
+        absent_s, whole_s = self._until_s(absent), self._until_s(whole)
+        loads = np.arange(len(on_cpu), -1, -1)
+        loaded_from = [*(start for start, _ in on_cpu), on_cpu[-1][1]]
+        # What is computed below the first loaded chunk: iterations alone, and the rest, which others above it join.
+        below, above = np.searchsorted(whole, loaded_from), np.searchsorted(absent, loaded_from)
+        alone = below // batch * batch
+        joining = np.minimum(above + batch - (below - alone), len(absent))
+        began_s = alone // batch * step_s + whole_s[alone]
+        compute_s = step_s + whole_s[below] - whole_s[alone] + absent_s[joining] - absent_s[above]
+        after_s = -(-(len(absent) - joining) // batch) * step_s + absent_s[-1] - absent_s[joining]
+        first_layer_s, loaded_s = (backlog + loads / self.layers) * load_s, (backlog + loads) * load_s
+        ended_s = (
+            np.maximum(np.maximum(began_s, first_layer_s) + compute_s, loaded_s + compute_s / self.layers) + after_s
+        )
+        ended_s[-1] = ceil_div(len(whole), batch) * step_s + whole_s[-1]
+        return np.asarray(ended_s, np.float64)
 
-        def computes_longer(recomputed: int) -> bool:
-            below, _ = _cut_at(merged(sorted((*missing, *cpu_chunks.runs(recomputed)))), on_cpu[recomputed][0])
-            return self._alone_s(below) >= (backlog + chunks - recomputed) * self.cost.load_s()
+    def _until_s(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[positions + 1]: seconds to compute the first ones, as part of a longer prefill; within a chunk all count alike."""
+        size, chunks = self.chunk_tokens, positions // self.chunk_tokens
+        for chunk in range(len(self._chunk_s), int(chunks.max(initial=-1)) + 1):
+            self._chunk_s.append(self.cost.recompute_s((chunk + 1) * size))
+        return np.concatenate([[0.0], np.cumsum(np.array(self._chunk_s)[chunks] / size)])
 
-        # What is computed before the loads are needed grows with the split and the time of the loads falls, so they cross
-        # once. An iteration counts as a whole, so the best split is the crossing or lies within an iteration of it.
-        chunks = len(on_cpu)
-        crossing = bisect_left(range(chunks), True, key=computes_longer)
-        reach = ceil_div(self.batch_tokens, self.chunk_tokens)
-        around = range(max(0, crossing - reach), min(chunks, crossing + reach) + 1, ceil_div(2 * reach, _CANDIDATES))
-        seconds = {
-            count: self.finish_s(missing, cpu_chunks, count, backlog) for count in {0, crossing, chunks, *around}
-        }
-        best: int = min(seconds, key=lambda count: (seconds[count], count))
-        return best
 
-    def finish_s(self, missing: Sequence[Run], cpu_chunks: CpuChunks, recomputed: int, backlog: int) -> float:
-        """Seconds until everything is there and computed, if the first `recomputed` chunks on CPU are not loaded."""
-        work = merged(sorted((*missing, *cpu_chunks.runs(recomputed))))
-        loads = len(cpu_chunks.chunks) - recomputed
-        if not loads:
-            return self._alone_s(work)
-        below, above = _cut_at(work, cpu_chunks.chunks[recomputed][0])
-        alone, shared = _first(below, tokens_in(below) // self.batch_tokens * self.batch_tokens)
-        joining, after = _first(above, self.batch_tokens - tokens_in(shared))
-        began = self._alone_s(alone)
-        compute = self.cost.step_s() + self.compute_s(shared) + self.compute_s(joining)
-        loaded = (backlog + loads) * self.cost.load_s()
-        first_layer = (backlog + loads / self.layers) * self.cost.load_s()
-        ended = max(max(began, first_layer) + compute, loaded + compute / self.layers)
-        return ended + self._alone_s(after)
-
-    def compute_s(self, runs: Iterable[Run]) -> float:
-        """Positions of these runs as part of a longer prefill, without what an iteration costs anyway."""
-        return sum(self._below_s(stop) - self._below_s(start) for start, stop in runs)
-
-    def _alone_s(self, runs: Sequence[Run]) -> float:
-        return ceil_div(tokens_in(runs), self.batch_tokens) * self.cost.step_s() + self.compute_s(runs)
-
-    def _below_s(self, position: int) -> float:
-        """Positions [0, position); within a chunk each position counts alike."""
-        until, size = self._until, self.chunk_tokens
-        whole, rest = divmod(position, size)
-        while len(until) <= whole + 1:
-            until.append(until[-1] + self.cost.recompute_s(len(until) * size))
-        return until[whole] + (until[whole + 1] - until[whole]) * rest / size
+def _positions(runs: Sequence[Run]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(start, stop) for start, stop in runs)])
 
 
 class RestoringCache(TwoTierCache):
@@ -150,42 +136,3 @@ def restored(*, restore: RestoreMode = "load", reuse: Reuse = "any", **others: A
     if (restore, reuse) == ("load", "any"):
         return TwoTierCache(**others)
     return RestoringCache(restore=restore, reuse=reuse, **others)
-
-
-class CpuChunks:
-    """The chunks on CPU, stored so that the first few of them come as runs without joining them one by one."""
-
-    def __init__(self, chunks: Sequence[Run]) -> None:
-        self.chunks = chunks
-        self._from: list[int] = []  # by chunk: the first one of its stretch of consecutive positions
-        for index, (start, _) in enumerate(chunks):
-            follows = index > 0 and chunks[index - 1][1] == start
-            self._from.append(self._from[-1] if follows else index)
-
-    def runs(self, count: int) -> list[Run]:
-        """Return the first `count` chunks as runs, the last run first."""
-        runs: list[Run] = []
-        while count:
-            first = self._from[count - 1]
-            runs.append((self.chunks[first][0], self.chunks[count - 1][1]))
-            count = first
-        return runs
-
-
-def _cut_at(runs: Sequence[Run], position: int) -> tuple[list[Run], list[Run]]:
-    """Divide the runs into those below the position and those above it. It is the start of a loaded chunk, so no run
-    crosses it."""
-    count = bisect_left(runs, (position, position))
-    return list(runs[:count]), list(runs[count:])
-
-
-def _first(runs: Sequence[Run], tokens: int) -> tuple[list[Run], list[Run]]:
-    """Divide the runs into their first `tokens` positions and the others."""
-    taken: list[Run] = []
-    for index, (start, stop) in enumerate(runs):
-        if tokens < stop - start:
-            first = [*taken, (start, start + tokens)] if tokens else taken
-            return first, [(start + tokens, stop), *runs[index + 1 :]]
-        taken.append((start, stop))
-        tokens -= stop - start
-    return taken, []

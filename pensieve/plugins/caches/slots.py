@@ -10,7 +10,7 @@ from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray, tokens_of
 from pensieve.core.session import Run, Session, chunks_of, common_prefix
 from pensieve.errors import CapacityError
-from pensieve.plugins.caches.one_tier import OneTier
+from pensieve.plugins.caches.prefix import OneTier
 
 MOST_SLOTS = 4  # that are chosen where nobody says how many
 SIMILARITY = 0.1  # llama-server's --slot-prompt-similarity, by default

@@ -19,8 +19,8 @@ from pensieve.device.asked import ModelAsked
 from pensieve.hub import commit
 
 if TYPE_CHECKING:
+    from pensieve.device.kv_tensors import Kept
     from pensieve.device.model import LoadedModel
-    from pensieve.device.transfers.pinned import Kept
 
 _READ = ("*.safetensors", "*.json")  # of a folder: what the model is made of
 
@@ -31,22 +31,12 @@ _open: list[dict[object, LoadedModel]] = []
 
 @contextmanager
 def open_shelf() -> Iterator[None]:
-    """While it is open, a model that is asked for again is the one from before; at most one is kept."""
-    begin()
+    """While it is open, a model that is asked for again is the one from before; at most one is kept. A shelf inside another
+    keeps its own."""
+    _open.append({})
     try:
         yield
     finally:
-        close()
-
-
-def begin() -> None:
-    """Open a shelf as `open_shelf` does, until `close` is called. A shelf inside another keeps its own models."""
-    _open.append({})
-
-
-def close() -> None:
-    """Return the memory of what is on the shelf that was opened last, if one is open."""
-    if _open:
         empty()
         _open.pop()
 
@@ -74,7 +64,7 @@ def kept_host_bytes() -> int:
 
 def _pinned() -> Kept | None:
     """Page-locked memory that workers gave back; None where nothing has loaded torch yet."""
-    module = sys.modules.get("pensieve.device.transfers.pinned")
+    module = sys.modules.get("pensieve.device.kv_tensors")
     return None if module is None else module.kept
 
 
@@ -85,8 +75,8 @@ def take_model(asked: ModelAsked) -> LoadedModel:
     """
     import torch
 
+    from pensieve.device.kv_tensors import kept
     from pensieve.device.model import load_model
-    from pensieve.device.transfers.pinned import kept
 
     kept.keeps = lambda: bool(_open)
     if not _open:

@@ -93,22 +93,18 @@ class PoolFile:
 
     def _scan(self) -> Mapping[bytes, int]:
         found: list[tuple[int, bytes, int]] = []
-        foreign = torn = 0
+        strange = 0
         for block in range(self.blocks):
             header = os.pread(self._file, self._header_bytes, block * self._stride)
             if not any(header[:8]):
                 continue
             told = self._read_header(header)
-            if told is None:
-                torn += 1
-            elif told[0] != self._identity or told[3:5] != (self.layers, self.layer_bytes):
-                foreign += 1
+            if told is None or told[0] != self._identity or told[3:5] != (self.layers, self.layer_bytes):
+                strange += 1
             else:
                 found.append((told[2], told[1], block))
-        if torn or foreign:
-            log.warning(
-                "%s: %s chunks are of another model and %s are damaged; they are not used.", self._path, foreign, torn
-            )
+        if strange:
+            log.warning("%s: %s chunks are of another model, or damaged; they are not used.", self._path, strange)
         self._writes = max((number for number, _, _ in found), default=0)
         kept: dict[bytes, int] = {}
         for _, key, block in sorted(found):

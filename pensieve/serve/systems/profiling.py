@@ -54,7 +54,7 @@ def profile_of(
 
 
 _COSTS_NO_STEP = {
-    "gpu_pool_bytes", "cpu_pool_bytes", "mean_fragment_bytes", "copies", "model_load_s", "model_reused",
+    "gpu_pool_bytes", "cpu_pool_bytes", "copies", "model_load_s", "model_reused",
 }  # fmt: skip
 """Settings that differ between baselines, or between the trial that loaded the model and those that found it."""
 

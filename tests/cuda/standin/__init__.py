@@ -15,7 +15,6 @@ Findings, by kind:
 race      memory touched with nothing that orders it behind its last write (or a write behind its last reads)
 torn      a kernel read a byte of a block that was overwritten while it was copied
 pageable  a copy that was not to wait, from or to memory that is not pinned: CUDA waits all the same
-strided   a copy between host and device of what is not contiguous: torch makes a temporary, and may wait
 capture   inside a capture: something that waits, host memory that a replay would read again, pinned memory allocated
 freed     a replay that touches memory which was freed since
 What waits for the device (.item(), .cpu(), a copy without non_blocking, a mask as index, synchronize) is listed apart, in

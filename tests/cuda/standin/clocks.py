@@ -84,7 +84,8 @@ class Memory:
             return _ONE
         if 0 in shape:
             return _ONE[:0]
-        dims = sorted(((size, stride * itemsize) for size, stride in zip(shape, strides, strict=True)), key=_by_stride)
+        dims = [(size, stride * itemsize) for size, stride in zip(shape, strides, strict=True)]
+        dims.sort(key=lambda dim: -dim[1])
         offsets = np.array([address - self.base], dtype=np.int64)
         # The leading dimensions one by one, until what is left of a place is one run of bytes.
         while dims and not _dense(dims, itemsize):
@@ -163,10 +164,6 @@ class Memory:
         return f"{self.name}[{int(cells[0])}{', ...' if len(cells) > 1 else ''}]" if self.grain else self.name
 
 
-def _by_stride(dim: tuple[int, int]) -> int:
-    return -dim[1]
-
-
 def _dense(dims: Sequence[tuple[int, int]], itemsize: int) -> bool:
     """One run of bytes without holes?"""
     run = itemsize
@@ -202,9 +199,5 @@ def here() -> str:
 
 
 def listed(findings: Iterable[Finding], most: int = 8) -> str:
-    """One line each, equal ones counted: for the message of an assertion."""
-    counts: dict[str, int] = {}
-    for finding in findings:
-        counts[str(finding)] = counts.get(str(finding), 0) + 1
-    lines = [f"{count} x {text}" for text, count in list(counts.items())[:most]]
-    return "\n".join([*lines, *([f"and {len(counts) - most} others"] if len(counts) > most else [])])
+    """One line each, for the message of an assertion."""
+    return "\n".join([*dict.fromkeys(map(str, findings))][:most])

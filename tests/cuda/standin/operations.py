@@ -32,6 +32,7 @@ _NOTHING_WRITTEN = {
     _ops.new_empty_strided.default,
 }  # fmt: skip
 _INDEXED = {_ops.index.Tensor, _ops.index_put_.default, _ops.index_put.default, _ops._index_put_impl_.default}
+_BY_ROW = {_ops.index_select.default, _ops.index_copy_.default}
 _SIZED = {
     _ops.empty.memory_format: 0, _ops.zeros.default: 0, _ops.ones.default: 0, _ops.full.default: 0,
     _ops.empty_strided.default: 0, _ops.new_empty.default: 1, _ops.new_zeros.default: 1, _ops.new_full.default: 1,
@@ -101,8 +102,6 @@ def _inward(target: DeviceTensor, source: torch.Tensor, non_blocking: bool) -> N
         device.launch("copy to the device", [], [target.touched])
         device.waited(f"a copy of {source.numel()} elements from pageable memory")
         return
-    if not (source.is_contiguous() and target.inner.is_contiguous()):
-        device.found("strided", "a copy to the device of what is not contiguous")
     device.launch_copy("copy to the device", (pinned, cells_of(source, pinned)), target.touched)
     if not non_blocking:
         device.waited("a copy to the device without non_blocking")
@@ -111,8 +110,6 @@ def _inward(target: DeviceTensor, source: torch.Tensor, non_blocking: bool) -> N
 def _outward(target: torch.Tensor, source: DeviceTensor, non_blocking: bool) -> None:
     device = machine()
     pinned = device.pinned_memory(target)
-    if source.numel() > 1 and not (target.is_contiguous() and source.inner.is_contiguous()):
-        device.found("strided", "a copy from the device of what is not contiguous")
     if pinned is None:
         if non_blocking:
             device.found("pageable", "a copy from the device that was not to wait, into memory that is not pinned")
@@ -186,8 +183,8 @@ def _of_the_device(
         return wrapped
     written = _written(func, args, kwargs)
     made = [t for t in tensors_in(wrapped) if isinstance(t, DeviceTensor) and all(t is not w for w in written)]
-    reads = [_read_part(func, args, t) for t in ours if all(t is not w for w in written)]
-    writes = [_written_part(func, args, t) for t in (*written, *made)]
+    reads = [_part(func, args, t) for t in ours if all(t is not w for w in written)]
+    writes = [_part(func, args, t) for t in (*written, *made)]
 
     def again() -> None:
         """Into the same memory: what an operation returned once, others of the graph read."""
@@ -247,20 +244,13 @@ def _gives_view(func: Any) -> bool:
     return func in _VIEWS or any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _read_part(func: Any, args: Sequence[Any], tensor: DeviceTensor) -> Touched:
+def _part(func: Any, args: Sequence[Any], tensor: DeviceTensor) -> Touched:
     """Of a pool only the rows that are selected: the others may be under copy."""
-    if func is _ops.index_select.default and tensor is args[0] and args[1] == 0 and tensor.memory.grain:
-        return tensor.rows(values(args[2]))
-    if func is _ops.index.Tensor and tensor is args[0] and tensor.memory.grain and args[1][0] is not None:
-        return tensor.rows(values(args[1][0]))
-    return tensor.touched
-
-
-def _written_part(func: Any, args: Sequence[Any], tensor: DeviceTensor) -> Touched:
-    if func is _ops.index_copy_.default and tensor is args[0] and args[1] == 0 and tensor.memory.grain:
-        return tensor.rows(values(args[2]))
-    if func in _INDEXED and tensor is args[0] and tensor.memory.grain and len(args[1]) and args[1][0] is not None:
-        return tensor.rows(values(args[1][0]))
+    if tensor is args[0] and tensor.memory.grain:
+        if func in _BY_ROW and args[1] == 0:
+            return tensor.rows(values(args[2]))
+        if func in _INDEXED and len(args[1]) and args[1][0] is not None:
+            return tensor.rows(values(args[1][0]))
     return tensor.touched
 
 
@@ -315,10 +305,6 @@ def _tolist(func: Any, args: Any, kwargs: Any) -> Any:
     return on_inner(tensor.inner.tolist)
 
 
-def _numpy(func: Any, args: Any, kwargs: Any) -> Any:
-    raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to the host first.")
-
-
 def _indexed(func: Any, args: Any, kwargs: Any) -> Any:
     """A list as an index: torch makes the tensor on the device by itself, in C++."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -351,7 +337,6 @@ _OF_THE_DEVICE: dict[Any, Callable[[Any, Any, Any], Any]] = {
     torch.Tensor.data_ptr: lambda func, args, kwargs: args[0].inner.data_ptr(),
     torch.Tensor.untyped_storage: lambda func, args, kwargs: args[0].inner.untyped_storage(),
     torch.Tensor.tolist: _tolist,
-    torch.Tensor.numpy: _numpy,
     torch.Tensor.__getitem__: _indexed,
     torch.Tensor.__setitem__: _indexed,
     torch.nn.functional.scaled_dot_product_attention: _attention,

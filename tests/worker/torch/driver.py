@@ -15,9 +15,7 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
-from pensieve.device.attention import IMPLEMENTATION, Forward, Iteration
-from pensieve.device.batch import BlockTables, build_batch
-from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.attention import IMPLEMENTATION
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.sampler import draw, draws_of, numbers_of
 from pensieve.device.transfers.transfer import Link
@@ -92,18 +90,6 @@ def plain_logits(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
             return model.module(input_ids=ids, use_cache=False).logits[0].float().cpu()
     finally:
         model.module.set_attn_implementation(IMPLEMENTATION)
-
-
-def logits_of(forward: Forward, model: LoadedModel, tokens: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-    """[len(wanted), vocab] of one prompt in scattered blocks of 8 that hold NaN before."""
-    pool = KvTensors(model.spec, 8, 16, 0, model.device, model.dtype)
-    pool.gpu.fill_(float("nan"))
-    tables = BlockTables()
-    tables.overwrite(0, 0, (11, 3, 14, 0, 9, 6))
-    row = Row(0, ((0, len(tokens)),), tuple(tokens), Sample(len(tokens)))
-    batch = build_batch([row], tables, 8, model.device)
-    with torch.inference_mode():
-        return forward(Iteration(batch, pool.gpu_tokens(), 8), torch.tensor(wanted))
 
 
 def drawn(logits: torch.Tensor, samples: Sequence[Sample]) -> tuple[list[int], list[float]]:

@@ -88,12 +88,9 @@ def test_the_largest_iterations_reach_every_bound():
 
 
 class Device:
-    """A link, both its lanes and the marks in them; from `fails` on each answer is an error."""
+    """A link and the marks in it; from `fails` on each answer is an error."""
 
     error, fails = None, False
-
-    def __init__(self):
-        self.inward = self.outward = self
 
     def _ask(self, *given):
         if self.fails:
@@ -102,7 +99,7 @@ class Device:
 
     computed = hold_compute = wait = synchronize = close = _ask
 
-    def enqueue(self, haul, after):
+    def enqueue(self, haul, inward, after=()):
         return [self._ask()] * haul.layers
 
     def reached(self):

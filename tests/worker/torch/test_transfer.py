@@ -104,10 +104,10 @@ def test_rows_that_attend_to_none_of_the_loaded_blocks_do_not_wait(gated):
 def test_swap_outs_wait_for_loads_unless_urgent(urgent, gated):
     transfer, _, gate = gated()
     transfer.swap_in([swap_in(1, (0,), (4,))])
-    until(lambda: transfer._link.inward._orders.empty())  # the load is at the gate
+    until(lambda: transfer._link.lanes[True]._orders.empty())  # the load is at the gate
     transfer.swap_out([swap_out(2, (8,), (9,), urgent)])
     if urgent:
-        until(lambda: transfer._link.outward._orders.empty())
+        until(lambda: transfer._link.lanes[False]._orders.empty())
         gate.let(2 * LAYERS)
         transfer.finish()
         assert sorted(gate.made) == ["in0", "in1", "out0", "out1"]
@@ -176,14 +176,11 @@ def test_adjacent_blocks_merge_whatever_their_order_and_ticket_and_are_counted()
     moves = [swap_in(1, (7, 5), (3, 1)), swap_in(2, (6, 9, 10), (2, 4, 6))]
     assert merge_moves(moves) == [BlockRun(5, 1, 3), BlockRun(9, 4, 1), BlockRun(10, 6, 1)]
     transfer = Transfer(pools())
-    assert transfer.mean_fragment_bytes == 0.0
     assert transfer.swap_out([]) == 0
     transfer.swap_out([swap_out(1, (0, 1, 2, 9), (4, 5, 6, 7))])  # runs of 3 and 1, in each of 2 layers
     transfer.swap_in([swap_in(2, (4,), (12,))])
     layer_block = 4 * 2 * 2 * 16 * 4  # tokens, K and V, KV heads, head_dim, bytes
     assert (transfer.d2h_bytes, transfer.h2d_bytes) == (4 * 2 * layer_block, 2 * layer_block)
-    assert transfer.fragments == 6
-    assert transfer.mean_fragment_bytes == 10 * layer_block / 6
 
 
 class Hasty(ThreadLink):

@@ -51,10 +51,9 @@ def test_all_kinds_of_rows_in_one_batch(name, window, softcap):
 KINDS = [
     (Heads(4, 4, 64), F16, 32),
     (Heads(8, 1, 80), BF16, 16),
-    (Heads(6, 2, 128), F32, 64),
-    (Heads(2, 1, 256), F16, 32),
     (Heads(20, 1, 16), F32, 128),
-    *([] if INTERPRETED else [(Heads(6, 2, 128), F32, 7)]),  # Triton's have 16 tokens or more
+    # Triton's blocks have 16 tokens or more, and its interpreter takes seconds for large heads.
+    *([] if INTERPRETED else [(Heads(6, 2, 128), F32, 64), (Heads(2, 1, 256), F16, 32), (Heads(6, 2, 128), F32, 7)]),
 ]
 
 
@@ -69,7 +68,7 @@ def test_head_sizes_groups_dtypes_and_blocks(name, heads, dtype, chunk):
     case.check(got, case.expected(None, None, None))
 
 
-@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 12))
+@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 6))
 def test_random_batches(name, seed):
     source = random.Random(seed)
     rows = []
@@ -176,6 +175,3 @@ def test_keys_and_values_go_where_torch_would_put_them(dtype):
     for wrong, given in ((places.int(), keys), (places, keys[:, :1])):
         with pytest.raises(AssertionError):
             plan.write(case.pool[0], wrong, given, values)
-
-
-# -- which there are --------------------------------------------------------------------------------------------------------

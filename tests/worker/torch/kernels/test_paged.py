@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.device.asked import ModelAsked
 from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.triton_backend import OncePlan, StandingPlan, TritonBackend
-from pensieve.device.model import load_model
 
-from ..driver import Driver, plain_generate, random_tokens, tiny_spec
 from .cases import Heads, make_case
 
 
@@ -62,26 +59,3 @@ def test_the_same_tensors_serve_batch_after_batch():
         )
     assert len(places) == 1
     assert len(plan._launches[None].joins) == STANDING, "the launch is as large as it can become"
-
-
-# -- a conversation ---------------------------------------------------------------------------------------------------------
-
-
-def test_tokens_of_two_turns_and_a_recovery_equal_the_plain_models():
-    """The second turn's history lost two chunks, so three runs are computed in one forward. Gemma 2: window and softcap."""
-    model = load_model(ModelAsked(tiny_spec("gemma2"), threads=1, attention="triton", chunk_tokens=8))
-    assert (model.attention.name, model.attention_note) == ("triton", "")
-    driver = Driver(model)
-    driver.step(driver.prompt_row(0, random_tokens(29, 1)), driver.prompt_row(1, random_tokens(3, 2)))
-    for _ in range(2):
-        driver.step(driver.decode_row(0), driver.decode_row(1))
-    first = list(driver.tokens[0])
-    assert first[29:] == plain_generate(model, first[:29], 3)
-    for chunk in (0, 2):
-        driver.release(0, chunk)
-    driver.tokens[0].extend(random_tokens(6, 3))
-    known = len(driver.tokens[0])
-    driver.step(driver.row(0, ((0, 8), (16, 24), (len(first) - 1, known))), driver.decode_row(1))
-    driver.check_logits(0)
-    driver.step(driver.decode_row(0))
-    assert list(driver.tokens[0][known:]) == plain_generate(model, list(driver.tokens[0][:known]), 2)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.device.batch import Span, Spans
-from pensieve.device.kernels.work_list import LARGE, SMALL, Cutting, padded, work_list
+from pensieve.device.kernels.work_list import SMALL, Cutting, padded, work_list
 
 
 def _spans(bounds, chunk=16):
@@ -66,11 +66,3 @@ def test_every_query_meets_every_key_it_sees_once(rows, small, wanted, window, i
             read[first + split * step] = query
     assert read == written
     assert set(written) == set(range(work.partial_rows))
-
-
-def test_a_long_decode_row_is_split_beside_a_prefill():
-    work = work_list(_spans([(8191, 8192), (0, 256)]), Cutting(4, 32, 64, 66), None)
-    by_kind = {kind: work.items[work.items[:, 0] == kind] for kind in (SMALL, LARGE)}
-    assert by_kind[SMALL][:, 6].min() > 16
-    assert set(by_kind[LARGE][:, 6]) == {1}, "a prefill of 256 tokens has little to split"
-    assert work.kinds == {SMALL, LARGE}
