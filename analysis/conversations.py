@@ -1,7 +1,9 @@
-"""First tokens of conversations: by turn, and how much sooner than without a cache; and what a changing prefix costs them."""
+"""First tokens of conversations: by turn, and how much sooner than without a cache; what a changing prefix costs; why KV was
+missing."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,13 +11,12 @@ import numpy as np
 import pandas as pd
 
 from analysis import style
-from analysis.forms import Bars, Form
-from analysis.quantities import median, moved
+from analysis.forms import Form
+from analysis.quantities import median, moved, over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.frame import (
-    OURS,
     PROBES,
     REFERENCE,
     Cell,
@@ -26,11 +27,8 @@ from pensieve.lab.results.frame import (
     values_of,
 )
 from pensieve.lab.statistics import Estimate, estimated, paired_ratio
-from pensieve.serve.record import is_measured
 
 CLASSES = ("hot", "warm", "cold")
-PROMPT = ["gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens", "recomputed_tokens", "new_tokens"]
-"""What a prompt is made of."""
 _LOST = [
     "cpu_hit_tokens",
     "disk_hit_tokens",
@@ -119,42 +117,6 @@ def speed_ups(source: Source, form: Form, *, column: str, parts: Mapping[str, st
             ]  # fmt: skip
             table.append({"baseline": cell.baseline, **{part: estimated(one) for part, one in ratios.items()}})
         yield Plot(panel, rows, table=table)
-
-
-def one_conversation(source: Source, form: Bars) -> Iterator[Plot]:
-    """The prompt of each turn of one conversation by where its tokens were, under Pensieve and under stateless serving, of
-    the first seed: that whose least part of GPU hits, CPU hits and recomputed tokens is the largest."""
-    for panel in source.of_baselines([OURS, REFERENCE]).panels():
-        talks = {cell.baseline: _whole(source.turns_of(cell.trials[0], measured=False)) for cell in panel.cells}
-        both = talks[OURS].keys() & talks[REFERENCE].keys()
-        if not both:
-            raise source.lacks("conversation that was completed under both")
-        three = ["gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens"]
-        session = max(both, key=lambda name: (talks[OURS][name][three].sum().min(), name))
-        shown = {cell.baseline: talks[cell.baseline][session] for cell in panel.cells}
-        disk = any(own["disk_hit_tokens"].any() for own in shown.values())
-        parts = [name for name in PROMPT if disk or name != "disk_hit_tokens"]
-        rows = [
-            {
-                "baseline": cell.baseline,
-                "turn": turn,
-                **{name: float(one[name]) for name in parts},
-                "trials": cell.ids,
-                "_section": cell.baseline,
-                "_name": f"turn {turn}",
-            }
-            for cell in panel.cells
-            for turn, one in shown[cell.baseline].iterrows()
-        ]
-        yield Plot(panel, rows, words={"session": repr(session)})
-
-
-def _whole(turns: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By session, the measured turns of those whose turns were all completed: columns PROMPT, indexed by turn."""
-    turns = turns[turns["phase"].map(is_measured).astype(bool)]
-    whole = turns.groupby(level="session").filter(lambda own: bool((own["status"] == "completed").all()))
-    parts = whole.reset_index().set_index("turn")[["session", *PROMPT]].fillna(0).sort_index()
-    return {str(name): own for name, own in parts.groupby("session")}
 
 
 # A changing prefix
@@ -253,3 +215,42 @@ def stages(source: Source, form: Form) -> Iterator[Plot]:
                     }
                 )
         yield Plot(panel, rows)
+
+
+# Misses
+
+
+CAUSES = ("new", "edited", "evicted", "expired", "restarted", "never_stored")
+POLICIES = "eviction"
+
+
+def misses(source: Source, form: Form) -> Iterator[Plot]:
+    """By cause: tokens missed and seconds of first tokens that took, a trial. With the policies of one baseline side by side
+    where several were swept, else the baselines."""
+    policies = source.several(POLICIES) and len(source.baselines()) == 1
+    for panel in source.panels(*([POLICIES] if policies else [])):
+        rows = [row for cell in panel.cells for row in _causes(source, cell)]
+        if not rows:
+            raise source.lacks("turn with a ledger of misses")
+        yield Plot(panel, rows)
+
+
+def _causes(source: Source, cell: Cell) -> Iterator[Row]:
+    lines = [((trial.seed, trial.repeat), one) for trial in cell.trials for one in source.store.miss_sums(trial.id)]
+    named = {"_name": cell.at[POLICIES]} if POLICIES in cell.at else {}
+    for cause in (cause for cause in CAUSES if any(one.cause == cause for _, one in lines)):
+        tokens = Counter({(trial.seed, trial.repeat): 0.0 for trial in cell.trials})
+        seconds = tokens.copy()
+        for at, one in lines:
+            if one.cause == cause:
+                tokens[at] += one.tokens
+                seconds[at] += one.ms / 1e3
+        yield {
+            "baseline": cell.baseline,
+            **cell.at,
+            **named,
+            "cause": cause,
+            "tokens": over_seeds(tokens),
+            "seconds": over_seeds(seconds),
+            "trials": cell.ids,
+        }

@@ -56,9 +56,9 @@ class Form(BaseModel, extra="forbid"):
     """A table; and what all forms share.
 
     rows: a function(source, form) that yields plots without lead and picture, by its dotted name; by default a row a cell, of
-    the `quantities`, along the axis `along` (of several, or of LOADS, the one that was swept) and `by`, in each of the
-    `facets`: names that stand for {} in their `where`; facet: their column in the CSV. keys: what the table calls the
-    columns before the quantities.
+    the `quantities`, along the axis `along` where it was swept (of several, or LOADS, the first that was), and `by`. facets:
+    names that stand for {} in their `where` and `label`, a row each where a cell has something of it; facet: their column in
+    the CSV. keys: what the table calls the columns before the quantities.
     """
 
     lead: str
@@ -91,14 +91,15 @@ class Form(BaseModel, extra="forbid"):
         return self.along if isinstance(self.along, list) else [self.along] if self.along else []
 
     def axis(self, source: Source) -> Axis | None:
-        if len(self.axes) == 1:
-            return self.axes[0]
         return next((axis for axis in self.axes if source.several(axis.axis)), None)
 
     def numbers(self, source: Source, cell: Cell, facet: str) -> Row:
-        those = {one.name: one.model_copy(update={"where": one.where.replace("{}", facet)}) for one in self.every}
+        those = (
+            one.model_copy(update={"where": one.where.replace("{}", facet), "label": one.label.replace("{}", facet)})
+            for one in self.every
+        )
         key = {self.facet: facet} if self.facet else {}
-        return key | {name: one.found(source, cell) for name, one in those.items()}
+        return key | {one.name: one.found(source, cell) for one in those}
 
     def csv(self, rows: Sequence[Row]) -> list[Row]:
         known = {one.name: one for one in self.every}
@@ -176,17 +177,11 @@ def cells(source: Source, form: Form) -> Iterator[Plot]:
                 own = [cell for cell in some if (cell.at[by.axis] if by else cell.baseline) == line]
                 for cell in sorted(own, key=lambda cell: order.index(cell.at[along.axis]) if along else 0):
                     at = {axis.column: axis.value(cell) for axis in axes}
+                    found = [form.numbers(source, cell, facet) for facet in form.facets]
                     rows += [
-                        {
-                            "baseline": cell.baseline,
-                            **at,
-                            **form.numbers(source, cell, facet),
-                            "_line": line,
-                            "_cell": cell,
-                        }
-                        | {"trials": cell.ids}
-                        for facet in form.facets
-                    ]
+                        {"baseline": cell.baseline, **at, **own, "_line": line, "_cell": cell, "trials": cell.ids}
+                        for own in found if not form.facet or _known(own, form.every)
+                    ]  # fmt: skip
             if form.every and not any(_known(row, form.every) for row in rows):
                 raise source.lacks("turn that counts here")
             yield Plot(panel, rows)

@@ -112,8 +112,6 @@ def _in_percent(ratio: Estimate) -> Estimate:
 RATE = "workload.request_rate"
 MOVED = ("ttft_ratio", "latency_ratio", "found_points")
 TIMES = ("ttft_ms", "normalized_latency_ms")
-REFERENCES = (*(f"reference_{name}_mean" for name in TIMES), "reference_found_pct")
-
 
 _HEADS = ("first token,\nmean (ratio)", "latency a token,\nmean (ratio)", "history found\n(points)")
 SIDES = [
@@ -202,7 +200,6 @@ def _section(source: Source, choice: Choice, axis: str, at: Mapping[str, str], c
                 **at,
                 axis: cell.at[axis],
                 "reference": choice.reference,
-                **dict(zip(REFERENCES, own.values(), strict=True)),
                 **moved,
                 "bound_points": 100 * over_seeds(bounds).value - hits.value if bounds else None,
                 "trials": cell.ids,

@@ -88,7 +88,7 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
     function(source, cell) by its dotted name; one of this module needs no dot.
 
     how: of a column "mean" or a percentile ("p90") over the turns; of a metric "seeds", its mean over seeds, or "sum".
-    where: which turns, as pandas' query has it. scale: so many of a metric are one.
+    where: which turns, as pandas' query has it. label: of a metric. scale: so many of a metric are one.
     name: its column in the CSV; prefix: of its interval there; interval: False leaves that out. says: over its axis,
     and in a table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the number
     first. hatched: a second kind of bar. drawn: False: in the CSV alone.
@@ -97,6 +97,7 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
     of: str = ""
     how: str = ""
     where: str = ""
+    label: str = ""
     scale: float = 1.0
     name: str = ""
     prefix: str = ""
@@ -115,7 +116,7 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
         if self.how == "sum":
             return sum(source.metrics(cell, self.of).values())
         if self.how == "seeds":
-            one_a_trial = source.metrics(cell, self.of)
+            one_a_trial = source.metrics(cell, self.of, self.label)
             return over_seeds({key: value / self.scale for key, value in one_a_trial.items()}) if one_a_trial else None
         turns = _those(source.turns(cell), self.where)
         every = values_of(turns, self.of) if self.of.isidentifier() else pd.Series(turns.eval(self.of), turns.index)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from analysis.provenance import device_of, ranges
 from analysis.sweep import DEFAULT_COMMAND, Source
 from pensieve.lab.results.claims import VERDICTS, Judged, Verdict
-from pensieve.lab.results.frame import axis_value, differences, flat, varying_axes
+from pensieve.lab.results.frame import axis_value, differences, flat, leaves, text_of, varying_axes
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import JobResult
 from pensieve.lab.results.sweep_table import SweepRow, cells_of, sweep_table
@@ -19,9 +20,6 @@ from pensieve.units import NONE, Table, three_digits
 UPFRONT = ("simulated", "random_weights")
 """Notes that stand before any number, beside those above every table."""
 SYMBOLS: Mapping[Verdict, str] = {"holds": "✓", "fails": "✗", "inconclusive": "≈", "not comparable": "–"}
-_GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
-_PER_TRIAL = ("seed", "repeat")
-_HIDDEN = ("_partial_", "missing", "architecture", "inspect")
 
 
 def contents(source: Source, judged: Sequence[Judged]) -> dict[str, Any]:
@@ -32,9 +30,12 @@ def contents(source: Source, judged: Sequence[Judged]) -> dict[str, Any]:
     decided = [one for one in judged if one.verdict != "not comparable"]
     return {
         "sweep": source.sweep,
-        "title": source.sweep.experiment or _list(trial.workload for trial in source.trials) or source.sweep.name,
+        "title": source.sweep.experiment
+        or ", ".join({one.workload: None for one in source.trials})
+        or source.sweep.name,
         "command": source.sweep.command or DEFAULT_COMMAND,
-        "facts": _facts(source, axes),
+        "completed": sum(job.trial is not None for job in source.jobs),
+        "expected": max(source.sweep.n_expected, len(source.jobs)),
         "warnings": [note.text for note in upfront],
         "answer": told.headline,
         "results": _comparison(told.rows),
@@ -44,28 +45,11 @@ def contents(source: Source, judged: Sequence[Judged]) -> dict[str, Any]:
         "elsewhere": len(judged) - len(decided),
         "failures": _failures(source.jobs),
         "flags": _flags(source.trials),
-        "configuration": _configuration(source.trials),
-        "environment": environment(source.trials),
+        "configuration": _shared(source.trials),
+        "environment": _environment(source.trials),
         "trials": [_trial(job, axes) for job in source.jobs],
         "words": 3 + len(axes),
     }
-
-
-def _facts(source: Source, axes: Sequence[str]) -> dict[str, str]:
-    trials = source.trials
-    done = sum(job.trial is not None for job in source.jobs)
-    swept = (f"{axis} ({len({axis_value(trial, axis) for trial in trials})} values)" for axis in axes)
-    found = {
-        "trials completed": f"{done} of {max(source.sweep.n_expected, len(source.jobs))}",
-        "seeds": str(len({trial.seed for trial in trials})),
-        "baselines": _list(trial.baseline for trial in trials),
-        "swept": _list(swept),
-        "workload": _list(trial.workload for trial in trials),
-        "model": _list(f"{trial.model}{f', {trial.dtype}' if trial.dtype else ''}" for trial in trials),
-        "device": _list(_device(trial) for trial in trials),
-        "load": _list(str(load) for trial in trials if (load := (trial.flags or {}).get("load"))),
-    }
-    return {label: value for label, value in found.items() if value}
 
 
 def _comparison(rows: Sequence[SweepRow]) -> Table:
@@ -113,46 +97,23 @@ def _flags(trials: Sequence[Trial]) -> Table:
     return [{"flag": name, "what it says": text, "trials": ranges(sorted(ids))} for (name, text), ids in said.items()]
 
 
-def _configuration(trials: Sequence[Trial]) -> Mapping[str, Table]:
-    """The fields that all trials share, a table a group."""
-    groups: dict[str, list[dict[str, str]]] = {name: [] for name in (*_GROUPS, "others")}
-    varying = differences(trials)
-    for field, value in flat(trials[0].config) if trials else ():
-        group, _, rest = field.partition(".")
-        if field in varying or field in _PER_TRIAL or any(part in _HIDDEN for part in field.split(".")):
-            continue
-        name, place = (rest, group) if group in _GROUPS and rest else (field, "others")
-        groups[place].append({"field": name, "value": value})
-    return {name: lines for name, lines in groups.items() if lines}
+def _shared(trials: Sequence[Trial]) -> Table:
+    """The fields of the configuration that all trials share."""
+    varying = {*differences(trials), "seed", "repeat"}
+    fields = flat(trials[0].config) if trials else []
+    shown = ((name, value) for name, value in fields if name not in varying and not re.search(r"(^|\.)_", name))
+    return [{"field": name, "value": value} for name, value in shown]
 
 
-def environment(trials: Sequence[Trial]) -> dict[str, str]:
-    """Of all trials; where they differ, every value stands."""
+def _environment(trials: Sequence[Trial]) -> Table:
+    """What was recorded of machine and code; where trials differ, every value stands."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for trial in trials:
-        for name, value in _environment(trial):
-            if value:
-                found[name][value] = None
-    return {name: " | ".join(values) for name, values in found.items()}
-
-
-def _environment(trial: Trial) -> Iterator[tuple[str, str]]:
-    said = trial.environment or {}
-    cpu, git, memory = said.get("cpu") or {}, said.get("git") or {}, said.get("memory_bytes")
-    cores = cpu.get("usable_cores")
-    yield "host", str(said.get("host") or "")
-    yield "system", str(said.get("os") or "")
-    yield "device", _device(trial)
-    yield "processor", f"{cpu.get('model') or ''}{f', {cores} cores' if cores else ''}"
-    yield "memory", f"{memory / 2**30:,.1f} GiB" if memory else ""
-    each = (", ".join(str(value) for value in gpu.values() if value is not None) for gpu in said.get("gpus") or ())
-    yield "GPUs", "; ".join(each)
-    yield "platform", trial.platform
-    yield "Python", str(said.get("python") or "")
-    yield "packages", ", ".join(f"{name} {version}" for name, version in (said.get("packages") or {}).items())
-    changed = " with local changes" if git.get("dirty") else ""
-    yield "commit", f"{git['commit'][:12]}{changed}" if git.get("commit") else ""
-    yield "code", f"hash {trial.code_hash[:12]}"
+        own = {"device": f"{device_of(trial)}{' (simulated)' * trial.simulated}", "platform": trial.platform}
+        code = {name: value for name, value in leaves(trial.environment or {}) if not name.startswith("code.")}
+        for name, value in {**own, **code, "code": trial.code_hash}.items():
+            found[name][text_of(value)] = None
+    return [{"field": name, "value": " | ".join(values)} for name, values in found.items()]
 
 
 def _trial(job: JobResult, axes: Sequence[str]) -> dict[str, str]:
@@ -170,11 +131,3 @@ def _trial(job: JobResult, axes: Sequence[str]) -> dict[str, str]:
         "code": one.code_hash[:8],
         "fingerprint": one.fingerprint[:8],
     }
-
-
-def _device(trial: Trial) -> str:
-    return f"{device_of(trial)}{' (simulated)' if trial.simulated else ''}"
-
-
-def _list(values: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(values))

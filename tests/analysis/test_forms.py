@@ -130,36 +130,3 @@ def test_latency_stands_over_the_achieved_rate_and_goodput_over_the_load(drawn, 
         [1, 10, 2, 10], [1, 10, 2, 10], [2, 0.5, 4, 1], [2, 1, 4, 2]
     ]  # fmt: skip
     assert [row["offered_req_s"] for row in rows_of(tmp_path, "throughput_latency")] == ["2.0", "4.0"]
-
-
-def conversations_of(at, seed):
-    """Three conversations: `plain` is always on the GPU, `mixed` meets all three, `broken` ends early."""
-    if at["baseline"] == "stateless":
-        found = [answered(s, n, 5.0, history=100 * (n - 1)) for s in ("plain", "mixed") for n in (1, 2, 3, 4)]
-        return [*found, answered("broken", 1, 5.0, history=0)]
-    plain = [answered("plain", n, 5.0, history=100 * (n - 1), gpu=100 * (n - 1)) for n in (1, 2, 3, 4)]
-    mixed = [
-        answered("mixed", 1, 5.0),
-        answered("mixed", 4, 5.0, history=300),  # recorded before the second: rows are not in the order of turns
-        answered("mixed", 2, 5.0, history=100, gpu=100),
-        answered("mixed", 3, 5.0, history=200, gpu=50, cpu=150),
-    ]
-    broken = [
-        answered("broken", 1, 5.0, history=9000, gpu=3000, cpu=3000),
-        answered("broken", 2, None, status="failed"),
-    ]
-    return [answered("warmup-0", 1, 5.0, phase="warmup", history=900), *plain, *broken, *mixed]
-
-
-def test_the_conversation_that_shows_most_is_drawn_turn_by_turn(store, drawn, tmp_path):
-    hits = {"gpu_hit_rate": 0.5}
-    source = fill(store, {"baseline": ["pensieve", "stateless"]}, conversations_of, lambda at, seed: hits)
-    [plot] = FIGURES["idea"].plots(source)
-    found = {(row["baseline"], row["turn"]): row for row in plot.rows}
-    assert "disk_hit_tokens" not in plot.rows[0], "none had one"
-    three = ("gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "new_tokens")
-    assert [tuple(found["pensieve", turn][name] for name in three) for turn in (1, 2, 3, 4)] == [
-        (0, 0, 0, 10), (100, 0, 0, 10), (50, 150, 0, 10), (0, 0, 300, 10),
-    ]  # fmt: skip
-    assert [found["stateless", turn]["recomputed_tokens"] for turn in (1, 2, 3, 4)] == [0, 100, 200, 300]
-    assert "'mixed'" in plot.lead and "not a typical one" in plot.lead

@@ -35,15 +35,17 @@ def change(store, baseline, **columns):
         ({"code_hash": "other"}, "different versions of the code.*run the sweep's command again"),
     ],
 )
-def test_what_must_not_stand_in_one_panel_is_refused_unless_asked_for_and_then_said(
-    store, drawn, tmp_path, changed, said
-):
+def test_what_must_not_stand_in_one_panel_is_refused(store, tmp_path, changed, said):
     chat(store)
     source = change(store, "stateless", **changed)
     with pytest.raises(MixedPanel, match=f"One panel would hold .*{said}.*--allow-mixed"):
-        FIGURES["ttft_by_turn"].draw(source, tmp_path)
-    allowed = open_source(store, allow_mixed=True)
-    [drawing] = FIGURES["ttft_by_turn"].draw(allowed, tmp_path)
+        source.trace(source.trials)
+
+
+def test_what_was_let_through_is_said_in_the_picture_and_beside_it(store, drawn, tmp_path):
+    chat(store)
+    change(store, "stateless", simulated=True)
+    [drawing] = FIGURES["ttft_by_turn"].draw(open_source(store, allow_mixed=True), tmp_path)
     warning = next(text for text in drawn["ttft_by_turn"].texts if text.startswith("MIXED: "))
     told = json.loads(drawing.sidecar.read_text())
     assert told["allow_mixed"] is True

@@ -37,7 +37,7 @@ def test_a_report_has_the_fields_and_the_numbers(tmp_path):
     ]
     trial = add_trial(store, sweep, 0, "pensieve", turns, {"gpu_util_pct": 55.0})
     report = baseline_report(Frame(store, sweep), [store.trial(trial)])
-    assert list(report) == [*FIELDS, "notes", "simulated", "network"]
+    assert list(report) == [*FIELDS, "simulated", "network"]
     assert [list(run) for run in report["runs"]] == [RUN_FIELDS] * 3
     assert [run["run_id"] for run in report["runs"]] == [f"{trial}/a/1", f"{trial}/b/1", f"{trial}/a/2"]
     assert report["runs"][0] == {

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from pensieve.lab.metrics import Measurement, summarise
-from pensieve.lab.results.compare_trials import compare_trials, select_trials
 from pensieve.lab.results.export import baseline_report
 from pensieve.lab.results.frame import (
     KEY,
@@ -28,7 +27,7 @@ from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.turns import Turns
 from pensieve.serve.record import is_measured
-from tests.results.synthetic import measure, numbered, sweep
+from tests.results.synthetic import numbered
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
 
@@ -93,27 +92,6 @@ def test_the_gap_closed_is_in_tokens_of_all_tiers(store):
     assert gap_closed(policy, start, {0: 0.6}).value == pytest.approx(0.25)
     assert gap_closed(policy, start, {0: 0.2}) is None, "lru is at the bound"
     assert found_more(policy, start).value == pytest.approx(0.1)
-
-
-def test_a_comparison_and_a_claim_give_one_conversation_one_interval():
-    """Also where names of conversations sort differently with their repeat before them than after them."""
-
-    def talk(factor):
-        return lambda seed: numbered(
-            turn(f"{name}{part}", number, (3.0 + place + number) * factor ** (place**2 + number + len(part)))
-            for place, name in enumerate(("chess", "cat", "lisbon", "telescope"))
-            for part in ("", ".2")
-            for number in (1, 2)
-        )
-
-    store = sweep({"pensieve": talk(1.0), "stateless": talk(1.3)}, seeds=1, metrics={
-        name: lambda seed: {"ttft_ms_mean": 1.0} for name in ("pensieve", "stateless")
-    })  # fmt: skip
-    claimed = measure(store, "speedup", theirs="stateless")
-    sides = [select_trials(store, f"baseline={name}") for name in ("stateless", "pensieve")]
-    [row] = [row for row in compare_trials(store, *sides).rows if (row.metric, row.label) == ("ttft_ms_mean", "")]
-    assert (row.ratio, row.ci_low, row.ci_high, row.n) == (claimed.value, claimed.ci_low, claimed.ci_high, claimed.n)
-    assert row.ci_low < row.ratio < row.ci_high
 
 
 def test_a_trials_fields_are_found_by_name(store):

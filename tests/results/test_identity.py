@@ -266,22 +266,17 @@ def test_an_nvidia_device_is_described_as_far_as_it_tells(monkeypatch: pytest.Mo
     def refuses(*_: object) -> None:
         raise NvmlError("Not Supported")
 
-    def clock(_device: object, which: str) -> int:
-        return {"sm": 1980, "mem": 2619}[which]
-
-    fake = SimpleNamespace(
-        NVMLError=NvmlError, NVML_CLOCK_SM="sm", NVML_CLOCK_MEM="mem",
-        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 1,
-        nvmlSystemGetDriverVersion=lambda: "570.1", nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetName=lambda _: "H100", nvmlDeviceGetUUID=lambda _: "GPU-1",
-        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=80), nvmlDeviceGetEnforcedPowerLimit=lambda _: 700_000,
-        nvmlDeviceGetClockInfo=clock, nvmlDeviceGetMaxClockInfo=refuses,
-        nvmlDeviceGetCurrPcieLinkGeneration=lambda _: 5, nvmlDeviceGetCurrPcieLinkWidth=refuses,
-    )  # fmt: skip
+    told = {
+        "Init": None, "Shutdown": None, "DeviceGetCount": 1, "DeviceGetHandleByIndex": 0, "DeviceGetName": "H100",
+        "DeviceGetMemoryInfo": SimpleNamespace(total=80), "DeviceGetEnforcedPowerLimit": 700_000,
+    }  # fmt: skip
+    fake = SimpleNamespace(NVMLError=NvmlError, NVML_CLOCK_SM="sm", NVML_CLOCK_MEM="mem")
+    for name in ("DeviceGetUUID", "SystemGetDriverVersion", "DeviceGetClockInfo", "DeviceGetMaxClockInfo",
+                 "DeviceGetCurrPcieLinkGeneration", "DeviceGetCurrPcieLinkWidth"):  # fmt: skip
+        setattr(fake, f"nvml{name}", refuses)
+    for name, answer in told.items():
+        setattr(fake, f"nvml{name}", lambda *_, answer=answer: answer)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    assert surroundings.gpus() == [
-        {
-            "name": "H100", "uuid": "GPU-1", "memory_bytes": 80, "driver": "570.1", "sm_mhz": 1980, "sm_mhz_max": None,
-            "memory_mhz": 2619, "memory_mhz_max": None, "power_limit_w": 700.0, "pcie_generation": 5, "pcie_width": None,
-        }
-    ]  # fmt: skip
+    [found] = surroundings.gpus()
+    known = {"name": "H100", "memory_bytes": 80, "power_limit_w": 700.0}
+    assert {name: value for name, value in found.items() if value is not None} == known

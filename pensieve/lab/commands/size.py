@@ -29,8 +29,7 @@ from pensieve.lab.compose.settings import TrialConfig, check, check_node, resolv
 from pensieve.lab.results.environment import git_commit, host
 from pensieve.lab.results.identity import code_hash, counts_for_sweep, sweep_key
 from pensieve.lab.results.mlflow_runs import copy_sweep
-from pensieve.lab.results.prices import Prices
-from pensieve.lab.results.size_map import SETTINGS, Place, Question, SizeMap, read_map
+from pensieve.lab.results.size_map import SETTINGS, Place, Prices, Question, SizeMap, read_map
 from pensieve.lab.reuse import reuse_of
 from pensieve.lab.trial.job import Job, Outcome, Tracking, open_tracking
 from pensieve.lab.trial.sweep import brief, draw_figures, figure_lines, performing, places, processes_here

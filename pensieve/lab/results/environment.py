@@ -8,7 +8,6 @@ import os
 import platform
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,23 +31,19 @@ START_TOLERANCE = timedelta(seconds=2)  # the start time is derived from the boo
 _GIT_TIMEOUT_S = 5
 
 
-def environment() -> dict[str, Any]:
-    """Describe the environment for JSON. The machine is read once a process, the number of torch's threads each time."""
-    return {**_machine(), "torch_threads": _torch_threads()}
-
-
 def host() -> str:
     return socket.gethostname()
 
 
 def git_commit() -> str | None:
     """Commit of the checkout that this package runs from; None where it was installed otherwise."""
-    commit: str | None = _machine()["git"]["commit"]
+    commit: str | None = environment()["git"]["commit"]
     return commit
 
 
 @functools.lru_cache(maxsize=1)
-def _machine() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """The machine and what is installed, for JSON; read once a process."""
     return {
         "host": host(),
         "os": platform.platform(),
@@ -136,12 +131,6 @@ def gpus() -> list[dict[str, Any]]:
         return []
     finally:
         nvml.nvmlShutdown()
-
-
-def _torch_threads() -> int | None:
-    """How many threads torch uses; None where nothing has imported torch."""
-    torch = sys.modules.get("torch")
-    return int(torch.get_num_threads()) if torch is not None and hasattr(torch, "get_num_threads") else None
 
 
 # Processes

@@ -22,15 +22,6 @@ from pensieve.lab.results.store import TURN_COLUMNS, ResultsStore
 from pensieve.lab.statistics import median, nearest_rank
 
 TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
-NOTES = {
-    "gpu_util_pct": "the device does not tell its utilisation, or there is no GPU",
-    "memory_bw_gbps": "the traffic of the device's memory was not measured, and it is never estimated",
-    **dict.fromkeys(("host_to_device_mb", "device_to_host_mb"), "this engine does not count what it copies"),
-    **dict.fromkeys(("compute_ms", "transfer_ms"), "this engine does not tell what of a turn's time it was"),
-    **dict.fromkeys(("sent_bytes", "received_bytes"), "no network that anybody counts lies between client and model"),
-}
-"""Why a field of a run is null."""
-
 _MEGABYTE = 1e6
 _AS_RECORDED = ("queue_ms", "compute_ms", "transfer_ms", "sent_bytes", "received_bytes")
 
@@ -68,7 +59,7 @@ def baseline_report(found: Frame, trials: Sequence[Trial]) -> dict[str, Any]:
     *_mb: 10^6 bytes moved between host and device for the turn (record.TurnRecord says which), null where they were not
     counted. queue_ms, compute_ms, transfer_ms: of total_ms, before admission, computing, and waiting for copies or a
     network. sent_bytes, received_bytes: over a network, as the client serialised them. gpu_util_pct, memory_bw_gbps: the
-    trial's, null where the device does not tell. p95: nearest rank.
+    trial's, null where the device does not tell: nothing is estimated. p95: nearest rank.
     """
     runs: list[dict[str, Any]] = []
     prompts: list[int] = []
@@ -94,7 +85,6 @@ def baseline_report(found: Frame, trials: Sequence[Trial]) -> dict[str, Any]:
             "p95_total_ms": nearest_rank(totals, 0.95) if totals else None,
             "mean_per_token_ms": fmean(each_token) if each_token else None,
         },
-        "notes": {name: f"null: {why}" for name, why in NOTES.items() if all(run[name] is None for run in runs)},
         "simulated": first.simulated,
         "network": (first.engine or {}).get("network"),
     }

@@ -93,19 +93,20 @@ def latest(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[~frame.index.duplicated(keep="last")]
 
 
+_MADE = {
+    "normalized_latency_ms": "latency_ms / output_tokens",
+    "wire_bytes_per_token": "(sent_bytes + received_bytes) / output_tokens",
+}
+"""Of several columns, of turns with output tokens."""
+
+
 def values_of(turns: pd.DataFrame, column: str) -> pd.Series[float]:
-    """The known values of a column, or of normalized_latency_ms or wire_bytes_per_token, which are made of several."""
-    if column == "normalized_latency_ms":
-        made = turns["latency_ms"] / _known_output(turns)
-    elif column == "wire_bytes_per_token":
-        made = (turns["sent_bytes"] + turns["received_bytes"]) / _known_output(turns)
+    """The known values of a column, or of one of _MADE."""
+    if column in _MADE:
+        made = cast("pd.Series[Any]", turns[turns["output_tokens"] > 0].eval(_MADE[column]))
     else:
         made = turns[column] if column in turns else turns.iloc[:0, 0]
     return made.dropna().astype("float64")
-
-
-def _known_output(turns: pd.DataFrame) -> pd.Series[float]:
-    return turns["output_tokens"].where(turns["output_tokens"] > 0)
 
 
 def paired(a: pd.Series[float], b: pd.Series[float]) -> pd.DataFrame:

@@ -29,13 +29,12 @@ from pensieve.lab import metrics
 from pensieve.lab.metrics import Metric
 from pensieve.lab.results.frame import Cell, Frame
 from pensieve.lab.results.notes import load_line, plan_of
-from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import FEWEST_GROUPS, Estimate, estimate_mean, flat, has_interval
 from pensieve.lab.workload.base import byte_notes
 from pensieve.serve.books.holding import TIERS
-from pensieve.units import percent, significant
+from pensieve.units import GIB, percent, significant
 
 Place = tuple[int, int]
 """Indices of a cell's sizes of GPU and CPU, from the smallest on."""
@@ -71,6 +70,27 @@ ONE_PASS = (
 def metric_of(name: str) -> Metric:
     """What one of SHOWN is: its direction says whether more memory raises or lowers it, where it does anything."""
     return metrics.metric_of(_RATES["prompt"].get(name, name))
+
+
+class Prices(BaseModel):
+    """Of an hour: of one device, and of one GiB of KV in each tier; None: not given."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpu_hour: float | None = Field(None, ge=0.0)
+    gpu_gib_hour: float | None = Field(None, ge=0.0)
+    cpu_gib_hour: float | None = Field(None, ge=0.0)
+    disk_gib_hour: float | None = Field(None, ge=0.0)
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in self.model_dump().values())
+
+    def an_hour(self, devices: int, *tier_bytes: int) -> float:
+        """tier_bytes: of all devices, by TIERS. What is not priced costs nothing."""
+        gib_hours = (self.gpu_gib_hour, self.cpu_gib_hour, self.disk_gib_hour)
+        memory = sum((price or 0.0) * count / GIB for price, count in zip(gib_hours, tier_bytes, strict=True))
+        return (self.gpu_hour or 0.0) * devices + memory
 
 
 class Question(BaseModel):

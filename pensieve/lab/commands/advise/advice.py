@@ -29,7 +29,7 @@ from pensieve.lab.commands.advise.replays import (
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
 from pensieve.lab.compose.settings import check, check_node, resolved
-from pensieve.lab.results.prices import Prices
+from pensieve.lab.results.size_map import Prices
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Facts
 from pensieve.serve.books.books import PositionPrices

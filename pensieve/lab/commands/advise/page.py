@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pensieve.lab.commands.advise.advice import COMMON_EDGE, Advice, Outcome, advise
 from pensieve.lab.commands.advise.causes import CAUSES, Split
-from pensieve.lab.results.prices import Prices
+from pensieve.lab.results.size_map import Prices
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.trial.terminal import console, say
 from pensieve.units import GIB, NONE, Table, duration, format_bytes, grid, percent, significant, three_digits
