@@ -107,12 +107,19 @@ def test_a_reader_that_has_read_enough_hears_no_complaint(outputs):
 
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_and_130(outputs):
-    """In a new interpreter: what a fork brings along (handlers, threads) may hold its end up."""
+    """In a new interpreter, and also where the suite itself runs in a shell's background, which ignores Ctrl-C."""
     long = ["hardware=sim_h100", "workload.conversations=4000", "tracking.mlflow=false", "seed=0"]
     given = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs)}
     given.pop("PYTEST_CURRENT_TEST", None)
     command = [sys.executable, str(CHECKOUT / "runners" / "run.py"), "-m", *long]
-    process = subprocess.Popen(command, env=given, cwd=outputs.parent, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=given,
+        cwd=outputs.parent,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(sqlite3.OperationalError):  # the database is being made
