@@ -69,13 +69,12 @@ class Form(BaseModel, extra="forbid"):
     facet: str = ""
     facets: list[str] = [""]
     keys: dict[str, str] = {}
-    given: dict[str, Any] = {}
 
     def plots(self, source: Source) -> Iterator[Plot]:
-        for plot in resolve_name(self.rows)(source, self, **self.given):
+        for plot in resolve_name(self.rows)(source, self):
             lead = self.lead.format(objective=objective(source), **plot.words) + plot.said
-            table = plot.table or self.table(plot.rows)
-            yield replace(plot, rows=self.csv(plot.rows), lead=lead, table=table, picture=self.drawn(plot.rows))
+            csv, table = self.csv(plot.rows), self.table(plot.rows)
+            yield replace(plot, rows=csv, lead=lead, table=table, picture=self.drawn(plot.rows))
 
     def drawn(self, rows: Sequence[Row]) -> Picture | None:
         return None
@@ -170,6 +169,7 @@ def cells(source: Source, form: Form) -> Iterator[Plot]:
     axes = [axis for axis in (by, along) if axis]
     for panel in source.panels(*(axis.axis for axis in axes)):
         for some in [panel.of(name) for name in panel.baselines] if by else [panel.cells]:
+            some = [cell for cell in some if cell.baseline not in {one.against for one in form.every}]
             lines = sorted({cell.at[by.axis] for cell in some}) if by else panel.baselines
             order = panel.values(along.axis) if along else []
             rows: list[Row] = []
@@ -444,7 +444,7 @@ class Bars(Form):
         axis = next((one for one in self.axes if one.column in row), None)
         if axis is not None:
             return ", ".join(filter(None, [row["baseline"], axis.says])), row[axis.column].removesuffix(" tokens")
-        return row.get("_section", ""), str(row["_name"] if "_name" in row else row["baseline"])
+        return row.get("_section", row.get(self.facet, "")), str(row["_name"] if "_name" in row else row["baseline"])
 
     def _groups(
         self, axes: Axes, side: Side, section: str, groups: Groups, rooms: Sequence[int], *, names: bool

@@ -22,7 +22,9 @@ from pensieve.lab.results.frame import (
     by_conversation,
     conversation_sums,
     found_history,
+    paired,
     positive_ratio,
+    speed_up,
     values_of,
 )
 from pensieve.lab.statistics import (
@@ -88,6 +90,7 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
     function(source, cell) by its dotted name; one of this module needs no dot.
 
     how: of a column "mean" or a percentile ("p90") over the turns; of a metric "seeds", its mean over seeds, or "sum".
+    against: a baseline whose turns are held over this one's, paired, as a ratio (2: this one takes half the time).
     where: which turns, as pandas' query has it. label: of a metric. scale: so many of a metric are one.
     name: its column in the CSV; prefix: of its interval there; interval: False leaves that out. says: over its axis,
     and in a table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the number
@@ -96,6 +99,7 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
 
     of: str = ""
     how: str = ""
+    against: str = ""
     where: str = ""
     label: str = ""
     scale: float = 1.0
@@ -110,6 +114,9 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
 
     def found(self, source: Source, cell: Cell) -> Found:
         """None: this cell's trials do not have it."""
+        if self.against:
+            sides = (_those(source.turns(one), self.where) for one in (_beside(source, cell, self.against), cell))
+            return speed_up(paired(*(values_of(turns, self.of) for turns in sides)))
         if not self.how:
             own: Found = resolve_name(self.of if "." in self.of else f"{__name__}.{self.of}")(source, cell)
             return own
@@ -147,6 +154,15 @@ def size(value: float) -> str:
             return f"{value:.3g} {unit}" if value else "0"
         value /= 1000
     return f"{value:.3g} GB"
+
+
+def _beside(source: Source, cell: Cell, baseline: str) -> Cell:
+    """The cell of this baseline at the same place. Raises MissingSeries."""
+    panel = next(panel for panel in source.panels(*cell.at) if cell in panel.cells)
+    found = next((one for one in panel.of(baseline) if one.at == cell.at), None)
+    if found is None:
+        raise source.lacks(f"completed trial of {baseline} beside the others")
+    return found
 
 
 def _those(turns: pd.DataFrame, where: str) -> pd.DataFrame:

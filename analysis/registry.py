@@ -37,9 +37,9 @@ class Plot:
     """One panel. rows: a mapping a point with the same keys, its columns in the CSV; an Estimate becomes several of them.
     What begins with _ is for the drawing alone: _line, _section, _name, _colour, _text of the line or bar; _X in place of X.
 
-    lead: what a point and its interval are; said: goes behind it, words: for {} in it. table: its numbers as cells, where
-    they are not those of the form. picture: None where the figure is a table, which is text. title: in place of the
-    figure's. trials: that it stands on, where those are not the panel's.
+    lead: what a point and its interval are; said: goes behind it, words: for {} in it. table: its numbers as cells.
+    picture: None where the figure is a table, which is text. title: in place of the figure's. trials: that it stands on,
+    where those are not the panel's.
     """
 
     panel: Panel
