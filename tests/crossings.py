@@ -31,9 +31,6 @@ class Crossed:
             f"{len(self.calls)} files, {len(self.functions)} functions, {self.calls.total()} calls, {self.deepest} deep"
         )
 
-    def table(self) -> str:
-        return "\n".join(f"{count:5} calls  {file}" for file, count in self.calls.most_common())
-
 
 def crossed_by(action: Callable[[], object]) -> Crossed:
     """What the action crosses in this thread."""

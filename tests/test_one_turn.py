@@ -15,5 +15,5 @@ from tests.crossings import generated_turn, restored_turn
 @pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 13, 378), (generated_turn, 20, 882)])
 def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files(turn, files, calls):
     found = turn()
-    assert len(found.calls) <= files, f"{found}\n{found.table()}"
-    assert found.calls.total() <= calls, f"{found}\n{found.table()}"
+    assert len(found.calls) <= files, f"{found}: {found.calls}"
+    assert found.calls.total() <= calls, f"{found}: {found.calls}"

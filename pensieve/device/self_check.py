@@ -195,9 +195,8 @@ def upcast(module: Any, layers: int) -> Iterator[None]:
             hook.remove()
 
 
-_Weight = tuple[
-    dict[str, torch.Tensor | None], str, torch.Tensor
-]  # a module's own parameters or buffers, a name, what is there
+# A module's own parameters or buffers, a name, what is there.
+_Weight = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]
 
 
 def _parts(module: Any, layers: int) -> Iterator[Any]:

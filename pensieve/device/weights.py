@@ -34,7 +34,13 @@ _NAMED = 5  # tensors in an error; a folder may lack hundreds
 
 class Ranks(Protocol):
     """The processes that have a model together, as one of them sees it. backend: what carries their collectives. first:
-    whether this one decides for all."""
+    whether this one decides for all.
+
+    agree: the tokens of the first one [rows], in place of what the others have there. check: raises UnsupportedModel for a
+    model that cannot be divided. part_of: the model as this process attends, with its own heads. options: for
+    from_pretrained. sharded: this process's part of a module of random weights, which `draw` makes whole; raises
+    HardwareMissing.
+    """
 
     @property
     def count(self) -> int: ...
@@ -45,25 +51,15 @@ class Ranks(Protocol):
     @property
     def first(self) -> bool: ...
 
-    def agree(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens of the first one [rows], in place of what the others have there."""
-        ...
+    def agree(self, tokens: torch.Tensor) -> torch.Tensor: ...
 
-    def check(self, spec: ModelSpec) -> None:
-        """Raises UnsupportedModel for a model that cannot be divided."""
-        ...
+    def check(self, spec: ModelSpec) -> None: ...
 
-    def part_of(self, spec: ModelSpec) -> ModelSpec:
-        """The model as this process attends: with its own heads."""
-        ...
+    def part_of(self, spec: ModelSpec) -> ModelSpec: ...
 
-    def options(self) -> dict[str, Any]:
-        """For from_pretrained."""
-        ...
+    def options(self) -> dict[str, Any]: ...
 
-    def sharded(self, spec: ModelSpec, draw: Callable[[], Any]) -> Any:
-        """This process's part of a module of random weights, which `draw` makes whole. Raises HardwareMissing."""
-        ...
+    def sharded(self, spec: ModelSpec, draw: Callable[[], Any]) -> Any: ...
 
 
 def load_module(asked: ModelAsked, device: torch.device, ranks: Ranks | None = None) -> Any:

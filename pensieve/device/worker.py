@@ -364,7 +364,7 @@ class TorchWorker:
 
     def _allocate(self, gpu_blocks: int, cpu_blocks: int) -> None:
         """Graphs have a scratch block, behind all others."""
-        model, blocks = self.model, gpu_blocks + self._records
+        model, blocks = self.model, gpu_blocks + (self._capturing is not None)
         self._tensors = KvTensors(model.spec, self.chunk_tokens, blocks, cpu_blocks, model.device, model.dtype)
         link = self._link
         if link is None and model.device.type == "cuda":
@@ -410,20 +410,16 @@ class TorchWorker:
         self._synchronize()
 
     @property
-    def _records(self) -> bool:
-        """Whether decode iterations are to be recorded, and can be."""
-        return (
-            self.options.graphs
-            and self.model.device.type == "cuda"
-            and isinstance(self.model.attention, CapturingBackend)
-        )
+    def _capturing(self) -> CapturingBackend | None:
+        """What decode iterations are recorded with, where they are to be and can be."""
+        backend, asked = self.model.attention, self.options.graphs and self.model.device.type == "cuda"
+        return backend if asked and isinstance(backend, CapturingBackend) else None
 
     def _make_graphs(self, blocks: int) -> None:
         """blocks: of the pool that a row can have."""
-        if not self._records:
+        backend, tensors = self._capturing, self.tensors
+        if backend is None:
             return
-        backend, tensors = self.model.attention, self.tensors
-        assert isinstance(backend, CapturingBackend)
         with torch.inference_mode():
             self._graphs = DecodeGraphs(
                 self.model.forward,

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
 from typing import Any, NamedTuple
 
-from pensieve.core.plan import Row, Sample, StepPlan, StepResult
+from pensieve.core.plan import Sample
 from pensieve.core.request import Sampling
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
-from pensieve.device.worker import TorchOptions, TorchWorker
+from pensieve.device.worker import TorchOptions
 from pensieve.plugins.caches.restore import RestoreMode
-from pensieve.serve.systems.base import WallClock
 from pensieve.specs import ModelSpec
 from tests.exact import CheckedEngine, Paths
 from tests.gpu.conversations import restoring
 from tests.soak import Episode, perform
-from tests.worker.torch.driver import ARCHITECTURES, drawn, plain_logits
+from tests.worker.torch.driver import ARCHITECTURES, CHUNK, drawn, plain_logits
 
 from .standin.machine import Machine
 
-CHUNK, GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 8, 18, 24, 512, 4
+GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 18, 24, 512, 4
 _TOLERANCE = 1e-3  # of a logit: two tokens this close are a tie
 
 
@@ -107,43 +105,3 @@ def wrong_tokens(turns: list[Turn], name: str) -> tuple[int, int]:
 def plain_token(tokens: list[int], name: str = "llama") -> int:
     """What the plain model says next."""
     return int(plain_logits(reference(name), tokens)[-1].argmax())
-
-
-class Hand:
-    """A worker driven by plans written by hand, in blocks 3 and on; what a real scheduler would not plan can be asked too."""
-
-    def __init__(self, model: LoadedModel, options: TorchOptions, blocks: int = 40) -> None:
-        self.worker = TorchWorker(model, CHUNK, WallClock(), options=options)
-        self.settings = self.worker.start(blocks, blocks).settings
-        self._steps = 0
-
-    def launch(self, *rows: Row, **parts: Any) -> None:
-        self.worker.launch(StepPlan(self._steps, rows, **parts))
-        self._steps += 1
-
-    def step(self, *rows: Row, **parts: Any) -> StepResult:
-        self.launch(*rows, **parts)
-        return self.collect()
-
-    def collect(self) -> StepResult:
-        result = self.worker.collect(None)
-        assert result is not None and result.error is None, result
-        return result
-
-    def prompt(self, slot: int = 0, tokens: int = 40, first_block: int = 3) -> list[int]:
-        """Computes a prompt; returns its tokens and the one that was sampled."""
-        source = random.Random(slot)
-        ids = tuple(source.randrange(3, 97) for _ in range(tokens))
-        blocks = tuple(range(first_block, first_block + tokens // CHUNK + 2))
-        result = self.step(Row(slot, ((0, tokens),), ids, Sample(tokens)), tables=((slot, 0, blocks),))
-        return [*ids, result.tokens[slot]]
-
-    @staticmethod
-    def decode(position: int, slot: int = 0, **sampling: Any) -> Row:
-        """Of the token that the slot sampled last, at `position`."""
-        return Row(slot, ((position, position + 1),), None, Sample(position + 1, **sampling))
-
-    def close(self) -> None:
-        while self.worker._flights:
-            self.worker.collect(None)
-        self.worker.close()

@@ -12,9 +12,10 @@ from pensieve.device.graphs import buckets_up_to
 from pensieve.device.worker import TorchOptions
 from pensieve.errors import HardwareMissing
 from pensieve.serve.systems.profiling import swap_in, swap_out
+from tests.worker.torch.driver import CHUNK, Hand
 
 from .conftest import needs_triton
-from .serving import CHUNK, REQUESTS, Hand, converse, plain_token, tiny, wrong_tokens
+from .serving import REQUESTS, converse, plain_token, tiny, wrong_tokens
 from .standin.clocks import listed
 
 DEEP = TorchOptions(depth=2, max_batch_requests=REQUESTS)

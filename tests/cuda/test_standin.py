@@ -13,9 +13,10 @@ from pensieve.device import batch, flight
 from pensieve.device.transfers import cuda_link
 from pensieve.device.worker import TorchOptions
 from pensieve.serve.systems.profiling import swap_in, swap_out
+from tests.worker.torch.driver import Hand
 
 from .conftest import needs_triton
-from .serving import Hand, tiny
+from .serving import tiny
 from .standin.clocks import listed
 
 SIDE = "cuda"

@@ -3,7 +3,6 @@
 python -m tests.frozen [NAME ...] [--quick]    check all, those named (or whose name begins so), or those that are not slow
 python -m tests.frozen --write [NAME ...]      freeze anew
 python -m tests.frozen --show NAME FILE        all rows of one scenario, a line each, to be compared with diff
-python -m tests.frozen --crossings             files and calls that a turn crosses
 """
 
 from __future__ import annotations
@@ -46,16 +45,9 @@ def differences(name: str, rows: Rows) -> list[str]:
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("names", nargs="*")
-    for flag in ("--quick", "--write", "--show", "--crossings"):
+    for flag in ("--quick", "--write", "--show"):
         parser.add_argument(flag, action="store_true")
     asked = parser.parse_args(words)
-    if asked.crossings:
-        from tests.crossings import generated_turn, restored_turn
-
-        for turn in (restored_turn, generated_turn):
-            found = turn()
-            print(f"{turn.__name__}: {found}\n{found.table()}\n")
-        return 0
     if asked.show:
         name, file = asked.names
         rows = SCENARIOS[name].rows()

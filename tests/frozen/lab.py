@@ -72,8 +72,15 @@ CHANGING = [
 @contextmanager
 def recorded() -> Iterator[Path]:
     """The outputs folder with the recorded sweeps. Nothing is rendered: a picture is one pixel and its caption. The trials of
-    a sweep, which nobody changes here, are read once and not for each figure."""
-    of_sweep = ResultsStore.trials_of_sweep
+    a sweep, which nobody changes here, are read once and not for each figure; and its figures drawn once, also for its
+    report."""
+    of_sweep, draw_all, drawn = ResultsStore.trials_of_sweep, figures.draw_all, dict[int, Any]()
+
+    def draw_once(source: Any, *given: Any) -> Any:
+        if source.sweep.id not in drawn:
+            drawn[source.sweep.id] = draw_all(source, *given)
+        return drawn[source.sweep.id]
+
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         with tarfile.open(SWEEPS) as archive:
@@ -85,6 +92,7 @@ def recorded() -> Iterator[Path]:
         patch.setenv("PENSIEVE_OUTPUTS", name)
         trials = cache(lambda sweep: of_sweep(open_store(folder, create=False), sweep))
         patch.setattr(ResultsStore, "trials_of_sweep", lambda _, sweep: [*trials(sweep)])
+        patch.setattr(figures, "draw_all", draw_once)
         patch.setenv("COLUMNS", "220")
         patch.setattr(style, "save", _not_rendered)
         yield folder

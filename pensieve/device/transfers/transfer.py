@@ -121,10 +121,6 @@ class _Group:
     tickets: tuple[int, ...]
     marks: list[Mark]
 
-    @property
-    def reached(self) -> bool:
-        return self.marks[-1].reached()
-
 
 class Transfer:
     """Performs the copies of plans, a layer at a time (sections 4.3.3 and 5 of the paper).
@@ -277,7 +273,7 @@ class Transfer:
         for groups in (self._loads, self._outs):
             while groups:
                 try:
-                    if not groups[0].reached:
+                    if not groups[0].marks[-1].reached():
                         break
                     error = groups[0].marks[-1].error
                 except RuntimeError as failure:  # the device is in error for good: every query raises it

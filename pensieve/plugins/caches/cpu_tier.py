@@ -185,9 +185,8 @@ class FromTail(Lru):
         self._index = TailIndex(policy, View.CPU_ONLY)
         self._where: dict[BlockHash, tuple[Node, int]] = {}
         self._nodes: dict[int, Node] = {}  # by session number
-        self._keys: dict[
-            tuple[int, int], list[BlockHash]
-        ] = {}  # by session number and row, the one that came first in front
+        # By session number and row, the one that came first in front.
+        self._keys: dict[tuple[int, int], list[BlockHash]] = {}
 
     def insert(self, key: BlockHash, session: Session, index: int) -> None:
         node = self._nodes.get(session.number)

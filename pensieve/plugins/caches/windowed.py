@@ -390,9 +390,8 @@ class WindowedCache(TwoTierCache):
                 "cache.windows=slide keeps too little to go on from the middle of a conversation; set "
                 "baseline.cache.restore=load and baseline.cache.reuse=any, or cache.windows=whole."
             )
-        tokens = (
-            2 if states or window_tokens is None else window_tokens
-        )  # the last position is in the last chunk always
+        # Of states: the last position is in the last chunk always.
+        tokens = 2 if states or window_tokens is None else window_tokens
         self.windows = Windows(tokens, beside, chunk_tokens, states)
         super().__init__(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
         self.room = WindowRoom(self.tiers)

@@ -71,9 +71,8 @@ class LearnedReturn(EvictionPolicy):
         super().__init__(context)
         self._root = Habit(None, self.strength)
         self._counts = Forgetting(self.half_life)
-        self._resting: list[deque[Rest]] = [
-            deque() for _ in AGES
-        ]  # by bin reached, the one that has rested longest first
+        # By bin reached, the one that has rested longest first.
+        self._resting: list[deque[Rest]] = [deque() for _ in AGES]
         self._asked: dict[int, tuple[float | None, int]] = {}  # of sessions whose turn runs: gap before, growth
         self.version = 0
         capacity = (context.gpu_blocks + context.cpu_blocks) * context.chunk_tokens

@@ -99,10 +99,10 @@ class PoolFile:
             if not any(header[:8]):
                 continue
             told = self._read_header(header)
-            if told is None or told[0] != self._identity or told[3:5] != (self.layers, self.layer_bytes):
+            if told is None:
                 strange += 1
             else:
-                found.append((told[2], told[1], block))
+                found.append((told[1], told[0], block))
         if strange:
             log.warning("%s: %s chunks are of another model, or damaged; they are not used.", self._path, strange)
         self._writes = max((number for number, _, _ in found), default=0)
@@ -132,9 +132,7 @@ class PoolFile:
         except OSError as error:
             log.error("The file of cache.disk cannot be read: %s", error)
             return None
-        if told is None or told[:2] != (self._identity, key) or told[3:5] != (self.layers, self.layer_bytes):
-            return None
-        return told[5]
+        return told[2] if told is not None and told[0] == key else None
 
     def read_layer(self, block: int, layer: int, into: memoryview, checksum: int) -> bool:
         """False: what is there is something else, or cannot be read."""
@@ -173,18 +171,17 @@ class PoolFile:
     def close(self) -> None:
         os.close(self._file)
 
-    def _read_header(self, header: bytes) -> tuple[bytes, bytes, int, int, int, tuple[int, ...]] | None:
-        """Identity, key, number of the write, layers, bytes of a layer, checksums; None where it is none, or damaged."""
+    def _read_header(self, header: bytes) -> tuple[bytes, int, tuple[int, ...]] | None:
+        """Key, number of the write and checksums of a chunk; None where it is none of this store's, or damaged."""
         if len(header) < self._header_bytes:
             return None
-        magic, identity, key, number, layers, layer_bytes = _HEADER.unpack_from(header)
-        end = _HEADER.size + 4 * layers
-        if magic != _MAGIC or end + 4 > len(header):
+        magic, identity, key, number, *layout = _HEADER.unpack_from(header)
+        if (magic, identity, layout) != (_MAGIC, self._identity, [self.layers, self.layer_bytes]):
             return None
-        (total,) = struct.unpack_from("<I", header, end)
-        if zlib.crc32(header[:end]) != total:
+        end = _HEADER.size + 4 * self.layers
+        if struct.unpack_from("<I", header, end) != (zlib.crc32(header[:end]),):
             return None
-        return identity, key, number, layers, layer_bytes, struct.unpack_from(f"<{layers}I", header, _HEADER.size)
+        return key, number, struct.unpack_from(f"<{self.layers}I", header, _HEADER.size)
 
     def _write_at(self, data: memoryview, place: int) -> None:
         while data:

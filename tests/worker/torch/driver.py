@@ -1,16 +1,16 @@
-"""Drives a worker with hand-written plans: the part of the scheduler and cache that these tests need, and no more."""
+"""Tiny models, what transformers alone says of them, and workers driven by plans written by hand."""
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import Move, Row, Sample, StepPlan, StepResult
+from pensieve.core.plan import Row, Sample, StepPlan, StepResult
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
@@ -138,105 +138,60 @@ def served(engine: TalkingEngine, *requests: Request) -> dict[int, TurnRecord]:
     return run(engine)
 
 
-Table = tuple[int, int, tuple[int, ...]]  # slot, first chunk, blocks
+CHUNK = 8
 
 
-class Driver:
-    """Conversations in a started worker, one a slot. Blocks are handed out scattered, and hold NaN until they are written.
-
-    tokens: all known tokens of a slot; the last may have no KV yet. tables: a slot's GPU block by chunk, None where its
-    chunk was dropped or is on CPU.
-    """
+class Hand:
+    """A worker driven by plans written by hand, in blocks of CHUNK; what a real scheduler would not plan can be asked too."""
 
     def __init__(
         self,
         model: LoadedModel,
-        chunk: int = 8,
-        gpu_blocks: int = 96,
-        cpu_blocks: int = 64,
-        link: Link | None = None,
         options: TorchOptions | None = None,
-    ):
-        self.model, self.chunk = model, chunk
-        self.worker = TorchWorker(model, chunk, WallClock(), keep_logits=True, link=link, options=options)
-        self.worker.start(gpu_blocks, cpu_blocks)
-        self.free = list(range(gpu_blocks))
-        random.Random(7).shuffle(self.free)
-        self.tokens: dict[int, array[int]] = {}
-        self.tables: dict[int, list[int | None]] = {}
-        self.computed: dict[int, int] = {}
-        self.kept: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        self.steps = 0
-        self.worker.tensors.gpu.fill_(float("nan"))
+        blocks: int = 40,
+        link: Link | None = None,
+        keep_logits: bool = False,
+    ) -> None:
+        self.worker = TorchWorker(model, CHUNK, WallClock(), keep_logits, link, options)
+        self.settings = self.worker.start(blocks, blocks).settings
+        self._steps = 0
 
-    def perform(self, rows: Iterable[Row] = (), tables: Iterable[Table] = (), moves: Iterable[Move] = ()) -> StepResult:
-        self.steps += 1
-        self.worker.launch(StepPlan(self.steps, tuple(rows), tuple(tables), tuple(moves)))
+    def launch(self, *rows: Row, **parts: Any) -> None:
+        self.worker.launch(StepPlan(self._steps, rows, **parts))
+        self._steps += 1
+
+    def perform(self, *rows: Row, **parts: Any) -> StepResult:
+        """Also a plan that fails."""
+        self.launch(*rows, **parts)
         result = self.worker.collect(None)
-        assert result is not None and result.step == self.steps
+        assert result is not None
         return result
 
-    def step(self, *rows: Row, moves: Iterable[Move] = ()) -> StepResult:
-        """Allocate what the rows lack, perform, and append the sampled tokens."""
-        deltas = [delta for row in rows for delta in self.allocate(row.slot, row.runs[-1][1])]
-        result = self.perform(rows, deltas, moves)
-        assert result.error is None, result.error
-        for slot, token in result.tokens.items():
-            self.tokens[slot].append(token)
+    def step(self, *rows: Row, **parts: Any) -> StepResult:
+        self.launch(*rows, **parts)
+        return self.collect()
+
+    def collect(self) -> StepResult:
+        result = self.worker.collect(None)
+        assert result is not None and result.error is None, result
         return result
 
-    def allocate(self, slot: int, stop: int) -> list[Table]:
-        """Blocks for the chunks below `stop` that have none; one delta a chunk."""
-        table = self.tables.setdefault(slot, [])
-        table.extend([None] * (-(-stop // self.chunk) - len(table)))
-        deltas = []
-        for chunk in range(-(-stop // self.chunk)):
-            if table[chunk] is None:
-                table[chunk] = block = self.free.pop()
-                deltas.append((slot, chunk, (block,)))
-        return deltas
+    def prompt(self, slot: int = 0, tokens: int = 40, first_block: int = 3) -> list[int]:
+        """Computes a prompt; returns its tokens and the one that was sampled."""
+        row, blocks = self.prompt_row(slot, tokens), tuple(range(first_block, first_block + tokens // CHUNK + 2))
+        result = self.step(row, tables=((slot, 0, blocks),))
+        return [*(row.tokens or ()), result.tokens[slot]]
 
-    def release(self, slot: int, chunk: int) -> int:
-        """Take the chunk's GPU block away and poison it."""
-        block = self.tables[slot][chunk]
-        assert block is not None
-        self.tables[slot][chunk] = None
-        self.worker.tensors.gpu[:, block] = float("nan")
-        self.free.insert(0, block)
-        return block
+    @staticmethod
+    def prompt_row(slot: int, tokens: int) -> Row:
+        return Row(slot, ((0, tokens),), tuple(random_tokens(tokens, slot)), Sample(tokens))
 
-    def prompt_row(self, slot: int, new: Sequence[int], sample: bool = True) -> Row:
-        """The new tokens of a turn, with the last sampled token of the turn before, which has no KV yet."""
-        known = self.tokens.setdefault(slot, array("i"))
-        start = max(0, len(known) - 1)
-        known.extend(new)
-        return self.row(slot, ((start, len(known)),), sample)
+    @staticmethod
+    def decode(position: int, slot: int = 0, **sampling: Any) -> Row:
+        """Of the token that the slot sampled last, at `position`."""
+        return Row(slot, ((position, position + 1),), None, Sample(position + 1, **sampling))
 
-    def row(self, slot: int, runs: tuple[tuple[int, int], ...], sample: bool = True) -> Row:
-        """Positions computed from the known tokens."""
-        ids = tuple(self.tokens[slot][i] for start, stop in runs for i in range(start, stop))
-        return Row(slot, runs, ids, Sample(runs[-1][1]) if sample else None)
-
-    def decode_row(self, slot: int) -> Row:
-        known = len(self.tokens[slot])
-        return Row(slot, ((known - 1, known),), None, Sample(known))
-
-    def check_logits(self, slot: int, tolerance: float = 1e-4) -> None:
-        """The last step's logits of the slot against transformers alone, over everything before the sampled token."""
-        self.keep_logits(slot)
-        self.check_kept(tolerance)
-
-    def keep_logits(self, *slots: int) -> None:
-        """The last step's logits of these slots, for `check_kept`."""
-        for slot in slots:
-            kept = self.worker.last_logits[slot].clone()
-            self.kept.setdefault(slot, []).append((len(self.tokens[slot]) - 1, kept))
-
-    def check_kept(self, tolerance: float = 1e-4) -> None:
-        """All that were kept against transformers alone: one forward a slot, since no position sees a later one."""
-        for slot, kept in self.kept.items():
-            expected = plain_logits(self.model, self.tokens[slot][: kept[-1][0]])
-            for length, logits in kept:
-                difference = float((logits - expected[length - 1]).abs().max())
-                assert difference <= tolerance, difference
-        self.kept.clear()
+    def close(self) -> None:
+        while self.worker._flights:
+            self.worker.collect(None)
+        self.worker.close()

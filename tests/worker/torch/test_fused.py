@@ -18,7 +18,7 @@ from pensieve.device.self_check import check_against_eager
 from pensieve.device.weights import _random
 from pensieve.specs import ModelSpec
 
-from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
+from .driver import ARCHITECTURES, plain_logits, tiny_model, tiny_spec
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -90,9 +90,6 @@ PHI3 = {**ARCHITECTURES["llama"], "model_type": "phi3", "pad_token_id": 0, "eos_
 def test_what_has_no_fused_forward_runs_on_transformers(architecture, words):
     model = load_model(ModelAsked(ModelSpec.from_architecture("other", architecture), threads=1))
     assert model.forward.name == "transformers" and words in model.forward_note
-    driver = Driver(model)
-    driver.step(driver.prompt_row(0, random_tokens(20, 0)))
-    driver.check_logits(0)
 
 
 def test_modules_of_another_make_are_left_to_transformers():

@@ -17,7 +17,7 @@ from pensieve.errors import HardwareMissing
 from pensieve.serve.systems.base import WallClock
 from pensieve.serve.systems.profiling import swap_out
 
-from .driver import Driver, engine_on, plain_generate, random_tokens, served
+from .driver import Hand, engine_on, plain_generate, random_tokens, served
 
 
 class Stumbling:
@@ -111,22 +111,22 @@ class Device:
 
 def test_steps_fail_with_a_sentence_and_copies_under_way_fail_once(llama, monkeypatch):
     device = Device()
-    driver = Driver(llama, link=device)
-    row, deltas = driver.prompt_row(0, random_tokens(12, 0)), driver.allocate(0, 12)
-    assert driver.perform([row], deltas, moves=[swap_out(5, (90,), (1,))]).error is None
+    hand = Hand(llama, link=device)
+    row = hand.prompt_row(0, 12)
+    assert hand.perform(row, tables=((0, 0, (3, 4)),), moves=(swap_out(5, (30,), (1,)),)).error is None
 
     def breaks(batch):
         device.fails = True
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(driver.worker, "_forward", breaks)
-    result = driver.perform([row], moves=[swap_out(6, (91,), (2,))])
+    monkeypatch.setattr(hand.worker, "_forward", breaks)
+    result = hand.perform(row, moves=(swap_out(6, (31,), (2,)),))
     assert "illegal memory access" in (result.error or "") and "\n" not in (result.error or "")
     assert result.moved == (Moved(5, ok=False),), "those of the failed plan are void, and not reported"
-    later = driver.perform([row], moves=[swap_out(7, (91,), (2,))])
+    later = hand.perform(row, moves=(swap_out(7, (31,), (2,)),))
     assert "illegal memory access" in (later.error or "") and later.moved == ()
-    assert driver.worker.collect(None) is None
-    driver.worker.close()
+    assert hand.worker.collect(None) is None
+    hand.worker.close()
 
 
 def test_a_failed_step_keeps_no_activations(llama):

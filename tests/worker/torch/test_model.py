@@ -14,7 +14,7 @@ from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
 from pensieve.plugins.device.shelf import empty, kept_host_bytes, open_shelf, take_model
 from pensieve.specs import ModelSpec
 
-from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
+from .driver import ARCHITECTURES, Hand, plain_logits, random_tokens, tiny_model, tiny_spec
 
 
 def _load(spec, weights="random", hub_id=None):
@@ -33,11 +33,10 @@ def test_random_weights_are_a_function_of_the_seed(llama):
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_random_weights_write_varied_text(name, model_of):
     """Of every architecture: where greedy tokens are one id for ever, a comparison of tokens says little."""
-    driver = Driver(model_of(name))
-    driver.step(driver.prompt_row(0, random_tokens(40, 0)))
-    for _ in range(29):
-        driver.step(driver.decode_row(0))
-    said = Counter(driver.tokens[0][40:])
+    hand = Hand(model_of(name))
+    said = Counter(hand.prompt()[40:])
+    for at in range(40, 69):
+        said.update(hand.step(hand.decode(at), tables=((0, 5, (8, 9, 10, 11)),)).tokens.values())
     assert len(said) >= 8 and max(said.values()) <= 20, said
 
 

@@ -18,7 +18,7 @@ from pensieve.serve.systems.profiling import swap_in, swap_out
 from tests.gpu.shuttle import shuttle
 from tests.thread_link import ThreadLink, copy_runs
 
-from .driver import Driver, random_tokens, tiny_model, tiny_spec
+from .driver import Hand, tiny_model, tiny_spec
 
 LAYERS, BLOCKS = 2, 16
 
@@ -155,11 +155,11 @@ def test_abandoned_tickets_are_never_reported(gated):
 
 def test_a_step_goes_on_beside_loads_it_does_not_need_and_reports_them_later():
     gate = Gate()
-    driver = Driver(tiny_model("llama"), link=ThreadLink(copy=gate))
-    worker = driver.worker
+    hand = Hand(tiny_model("llama"), link=ThreadLink(copy=gate))
+    worker = hand.worker
     gate.watch(worker.tensors)
-    driver.step(driver.prompt_row(0, random_tokens(12, 0)))
-    result = driver.step(driver.decode_row(0), moves=[swap_in(7, (0,), (driver.free[-1],))])
+    hand.prompt(tokens=12)
+    result = hand.step(hand.decode(12), moves=(swap_in(7, (0,), (30,)),))
     assert (result.error, result.moved) == (None, ())
     gate.let(LAYERS)
     late = worker.collect(None)
@@ -167,7 +167,7 @@ def test_a_step_goes_on_beside_loads_it_does_not_need_and_reports_them_later():
     assert worker.collect(None) is None
     gate.fails = lambda name: True
     gate.let(LAYERS)
-    results = [driver.perform(moves=[swap_out(8, (0,), (1,))]), worker.collect(None)]
+    results = [hand.perform(moves=(swap_out(8, (0,), (1,)),)), worker.collect(None)]
     assert [r.moved for r in results if r is not None and r.moved] == [(Moved(8, ok=False),)]
     worker.close()
 
