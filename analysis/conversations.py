@@ -15,7 +15,9 @@ from analysis.quantities import median, moved, over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Source
 from pensieve.lab.results.frame import (
+    OURS,
     PROBES,
+    REFERENCE,
     Cell,
     by_round,
     conversations_of,
@@ -23,6 +25,8 @@ from pensieve.lab.results.frame import (
 from pensieve.lab.statistics import Estimate, paired_ratio
 
 CLASSES = ("hot", "warm", "cold")
+PROMPT = ["gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "disk_hit_tokens", "new_tokens"]
+"""What a prompt is made of."""
 _LOST = [
     "cpu_hit_tokens",
     "disk_hit_tokens",
@@ -76,6 +80,29 @@ def _ideal(turns: pd.DataFrame) -> dict[int, Estimate]:
     within = at < len(fastest)
     known = known[within]
     return _medians(known, pd.Series(fastest[at[within]], index=known.index))
+
+
+def one_conversation(source: Source, form: Form) -> Iterator[Plot]:
+    """The prompt of each turn of one conversation by where its tokens were, under Pensieve and under stateless serving, of
+    the first seed: that whose least part of GPU hits, CPU hits and recomputed tokens is the largest."""
+    for panel in source.of_baselines([OURS, REFERENCE]).panels():
+        turns = {cell.baseline: source.turns_of(cell.trials[0])[PROMPT].fillna(0) for cell in panel.cells}
+        most = turns[OURS].groupby(level="session")[PROMPT[:3]].sum().min(axis="columns").idxmax()
+        every = pd.concat(turns, names=["baseline"]).xs(most, level="session").sort_index().reset_index()
+        parts = [name for name in PROMPT if every[name].any()]
+        ids = {cell.baseline: cell.ids for cell in panel.cells}
+        rows = [
+            {
+                "baseline": one["baseline"],
+                "turn": one["turn"],
+                **{name: one[name] for name in parts},
+                "trials": ids[one["baseline"]],
+                "_section": one["baseline"],
+                "_name": f"turn {one['turn']}",
+            }
+            for one in every.to_dict("records")
+        ]
+        yield Plot(panel, rows, words={"session": repr(most)})
 
 
 def has_classes(source: Source) -> bool:

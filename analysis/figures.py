@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if named and one.table is not None:
                 show(one.table, " · ".join(filter(None, [one.title, one.panel.text])), one.caption)
             print(*one.paths, sep="\n")
-        others = sum(not figure.holds(source) for figure in registry.FIGURES.values())
+        others = sum(not (figure.asked or figure.holds(source)) for figure in registry.FIGURES.values())
         if others and not named:
             print(f"{others} figures need other experiments (--help names them).", file=sys.stderr)
         if not drawings and not failed:
@@ -57,7 +57,7 @@ def draw_all(source: Source, folder: Path, named: Sequence[Figure] = ()) -> tupl
     (a series is missing, trials must not be mixed, or the figure has a fault)."""
     drawings: list[Drawing] = []
     problems = []
-    applying = [figure for figure in registry.FIGURES.values() if figure.holds(source)]
+    applying = [figure for figure in registry.FIGURES.values() if not figure.asked and figure.holds(source)]
     for figure in named or [figure for figure in applying if figure.alone] or applying:
         try:
             drawings += figure.draw(source, folder)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pensieve.errors import MixedPanel
 from pensieve.lab.results.frame import field_of, mixtures
+from pensieve.lab.results.notes import plan_of
 from pensieve.lab.results.schema import Sweep, Trial
 
 
@@ -53,7 +54,7 @@ def trace(sweep: Sweep, trials: Sequence[Trial], conversations: int, incomplete:
         raise MixedPanel(
             f"One panel would hold {mixed[0]}; {reasons[0].remedy}, or draw it with --allow-mixed, which it then says."
         )
-    loads = [str(plan.get("load") or field_of(trial, "flags.load") or "") for trial, plan in _plans(trials)]
+    loads = [str(plan_of(trial).get("load") or field_of(trial, "flags.load") or "") for trial in trials]
     return Provenance(
         sweep=sweep.id,
         command=sweep.command,
@@ -67,7 +68,7 @@ def trace(sweep: Sweep, trials: Sequence[Trial], conversations: int, incomplete:
         weights=_unique(["none" if trial.simulated else trial.weights for trial in trials]),
         code=_unique([trial.code_hash for trial in trials]),
         load=_unique(loads),
-        cache_state=_unique([str(plan.get("cache_state") or "") for _, plan in _plans(trials)]),
+        cache_state=_unique([str(plan_of(trial).get("cache_state") or "") for trial in trials]),
         contended=tuple(sorted(trial.id for trial in trials if trial.contended)),
         with_failures=tuple(sorted(trial.id for trial in trials if field_of(trial, "flags.failures"))),
         incomplete=incomplete,
@@ -129,11 +130,6 @@ def device_of(trial: Trial) -> str:
     """Its name, and how many of them."""
     name = trial.device or trial.hardware
     return f"{trial.device_count} x {name}" if (trial.device_count or 1) > 1 else name
-
-
-def _plans(trials: Sequence[Trial]) -> list[tuple[Trial, dict[str, object]]]:
-    """With what each one's workload said of itself."""
-    return [(trial, (trial.engine or {}).get("workload") or {}) for trial in trials]
 
 
 def _unique(values: Sequence[str | None]) -> tuple[str, ...]:

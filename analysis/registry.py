@@ -82,7 +82,8 @@ class Figure(BaseModel, frozen=True, extra="allow"):
     form: lines, bars, table, or a class of your own by its dotted name, whose fields are what else the file says; or a
     function of a Source that yields plots. applies: what holds of a sweep that it can be drawn from: methods of Source with
     their argument (of several, each), or functions of a Source by their dotted name. Modules are imported when asked for.
-    alone: where it applies it shows all there is, and others would draw a picture for each of its cells.
+    alone: where it applies it shows all there is, and others would draw a picture for each of its cells. asked: drawn only
+    where it is named.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Figure(BaseModel, frozen=True, extra="allow"):
     applies: dict[str, Any]
     place: int = LAST
     alone: bool = False
+    asked: bool = False
 
     def holds(self, source: Source) -> bool:
         """Whether the sweep is one of those that it can be drawn from."""

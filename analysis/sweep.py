@@ -59,9 +59,6 @@ class Source(Frame):
     def several(self, axis: str) -> bool:
         return len(self.swept(axis)) > 1
 
-    def one(self, axis: str) -> bool:
-        return not self.several(axis)
-
     def lacks(self, what: str) -> MissingSeries:
         """To be raised where `what` is missing from the sweep."""
         return MissingSeries(f"Sweep {self.sweep.id} has no {what}; run `{self.command}`.")

@@ -32,7 +32,9 @@ def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_by_help(outputs, d
     assert shares["pensieve/GPU hit"] == (0, 80) and shares["pensieve/recomputed"] == (80, 20)
     told = capsys.readouterr()
     assert str(outputs / "figures" / "sweep-1" / "hit_rates.png") in told.out.splitlines()
-    assert told.err == f"{len(registry.FIGURES) - 3} figures need other experiments (--help names them).\n"
+    assert told.err == f"{len(registry.FIGURES) - 4} figures need other experiments (--help names them).\n", (
+        "idea is asked"
+    )
     with pytest.raises(SystemExit):
         figures.main(["--help"])
     assert "python runners/run.py experiment=users/hotness -m" in capsys.readouterr().out

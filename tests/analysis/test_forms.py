@@ -130,3 +130,23 @@ def test_latency_stands_over_the_achieved_rate_and_goodput_over_the_load(drawn, 
         [1, 10, 2, 10], [1, 10, 2, 10], [2, 0.5, 4, 1], [2, 1, 4, 2]
     ]  # fmt: skip
     assert [row["offered_req_s"] for row in rows_of(tmp_path, "throughput_latency")] == ["2.0", "4.0"]
+
+
+def test_the_conversation_that_shows_most_is_drawn_turn_by_turn(store):
+    """`plain` is always on the GPU, `mixed` meets all three."""
+    found = {"plain": [(0, 0), (100, 0), (200, 0), (300, 0)], "mixed": [(0, 0), (100, 0), (50, 150), (0, 0)]}
+
+    def turns(at, seed):
+        kept = at["baseline"] == "pensieve"
+        for session, own in found.items():
+            for n, (gpu, cpu) in enumerate(own):
+                yield answered(session, n + 1, 5.0, history=100 * n, gpu=gpu * kept, cpu=cpu * kept)
+
+    source = fill(store, {"baseline": ["pensieve", "stateless"]}, turns, lambda at, seed: {"gpu_hit_rate": 0.5})
+    [plot] = FIGURES["idea"].plots(source)
+    assert plot.rows[0].keys() >= {"gpu_hit_tokens", "new_tokens"} and "disk_hit_tokens" not in plot.rows[0]
+    three = ("gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens")
+    assert [tuple(row[name] for name in three) for row in plot.rows] == [
+        (0, 0, 0), (100, 0, 0), (50, 150, 0), (0, 0, 300), (0, 0, 0), (0, 0, 100), (0, 0, 200), (0, 0, 300),
+    ]  # fmt: skip
+    assert "'mixed'" in plot.lead

@@ -7,7 +7,7 @@ from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.units import in_order, number
 from tests.analysis.sweeps import fill
-from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
+from tests.results.trials import conversation_turns, trial_fields
 
 CHAT = conversation_turns((40.0, 50.0))
 
@@ -30,19 +30,6 @@ def test_what_is_drawn_along_makes_cells_and_the_rest_makes_panels(store):
     assert [len(cell.trials) for panel in panels for cell in panel.cells] == [2] * 8  # seeds
     assert len(source.panels()) == 4
     assert len(source.panels("cache", "workload.request_rate")) == 1
-
-
-def test_only_the_current_trials_of_the_chosen_sweep_are_read(store):
-    first = open_sweep(store, seed="0", baseline="pensieve")
-    old = add_trial(store, first, 0, "pensieve", CHAT)
-    new = store.begin_trial(trial_fields(store.trial(old).fingerprint))
-    store.link(first, new, 0, reused=False)
-    store.add_turns(new, CHAT)
-    store.finish_trial(new, "completed")
-    other = store.open_sweep("another", "chat", "pensieve", "run.py -m", {}, 1, "host", None)
-    add_trial(store, other, 0, "pensieve", CHAT, seed=5)
-    assert [trial.seed for trial in open_source(store).trials] == [5]
-    assert [trial.id for trial in open_source(store, first).trials] == [new]
 
 
 def test_what_did_not_complete_is_left_out_and_said(store):

@@ -22,14 +22,12 @@ from pensieve.lab.results.identity import (
     config_hash,
     content_hash,
     counts_for_sweep,
-    explain_difference,
     identify,
     input_files,
+    platform_change,
     platform_of,
     sweep_key,
 )
-from pensieve.lab.results.store import ResultsStore
-from tests.results.trials import MEMORY, trial_fields
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -132,6 +130,11 @@ def test_fingerprint_needs_all_three() -> None:
     assert found == Identity(config_hash(CONFIG), code_hash(CONFIG), "sim")
 
 
+def test_what_differs_of_two_platforms_is_named() -> None:
+    old, new = "device=cpu; torch=2.12.0; threads=2", "device=cpu; torch=2.13.0"
+    assert platform_change(old, new) == "torch 2.12.0 -> 2.13.0, threads 2 -> (not there)"
+
+
 def test_the_same_command_and_jobs_are_the_same_sweep(tmp_path: Path) -> None:
     axes, trace = {"seed": "0,1", "baseline": "pensieve,stateless"}, tmp_path / "trace.jsonl"
     trace.write_text("one")
@@ -146,15 +149,6 @@ def test_the_same_command_and_jobs_are_the_same_sweep(tmp_path: Path) -> None:
     trace.write_text("two")
     assert first not in (*others, key("cache=small"))
     assert counts_for_sweep("+workload.users=3") and not counts_for_sweep("++trial.timeout_s=3")
-
-
-def test_one_line_says_what_changed() -> None:
-    store = ResultsStore(MEMORY)
-    old = store.trial(store.begin_trial(trial_fields(platform="device=cpu; torch=2.12.0; threads=2")))
-    assert explain_difference(old, Identity("c", "other code", "device=cpu; torch=2.13.0")) == (
-        "Runs again, because the code and the platform (torch 2.12.0 -> 2.13.0, threads 2 -> (not there)) changed since "
-        "trial 1 (resume=config accepts that one)."
-    )
 
 
 # The code

@@ -75,8 +75,6 @@ def metrics(one: Trial, **values: float | None) -> Trial:
 case("ours lower", OURS, THEIRS)
 case("ours higher", {**OURS, "ttft": RISING}, {**THEIRS, "ttft": FLAT})
 case("not told apart, and lower", OURS, EVEN, THEIRS)
-case("three seeds", OURS, THEIRS, seeds=3)
-both("simulated", simulated=True, hardware="sim_h100")
 case("alone", OURS)
 
 
@@ -109,7 +107,6 @@ def policies(name: str, seeds: int = 5, **missed: list[int]) -> None:
 
 policies("policies in points", retention_value=[50, 48, 52], lru=[47, 46, 48], fifo=[51, 49, 53])
 policies("policies not told apart", retention_value=[40, 60, 50, 45, 55], lru=[55, 45, 50, 60, 41], seeds=1)
-policies("policies that recompute nothing", retention_value=[0, 0], lru=[0, 0])
 
 
 def decoded(*ms_a_token: float) -> list[TurnRecord]:
@@ -139,9 +136,6 @@ for queue in (0.4, 0.6):
     case(f"waiting {queue}", OURS, {**THEIRS, "queue": queue})
 for evicted, dropped in ((521.0, 9.0), (0.0, 0.0), (None, None)):
     case(f"evicted {evicted}", metrics(OURS, evicted_chunks=evicted, dropped_chunks=dropped), THEIRS, seeds=2)
-QUIET: Trial = {"flags": {"others_cpu_share": 0.01}}
-BUSY: Trial = {"flags": {"others_cpu_share": 0.62}}
-case("busy machine", {**OURS, **QUIET}, {**EVEN, **QUIET}, {**THEIRS, **BUSY})
 case("contaminated", OURS, {**THEIRS, "flags": {"contaminated": "It held 64 tokens."}})
 for load, window, rate in (
     ("open", {}, 5.4), ("open", {}, 8.8), ("closed", {}, 5.4), ("open", {"window": "too small"}, 5.4),
@@ -178,9 +172,6 @@ case(
     model="opt_13b,llama3_8b,tiny",
 )  # fmt: skip
 both("bound", metrics={"bound_hit_rate": 0.9})
-case("window flags of one", {**OURS, "flags": {"halves": "x", "drain_share": 0.4}}, THEIRS, seeds=2)
-CAPPED = {"load": "closed", "sessions": 10, "think_time_s": 0.5, "think_time_cap_s": 1.25}
-both("load", engine={"workload": CAPPED}, seeds=2)
 
 
 def by_hand(given: list[tuple[str, int, float]], metric: str, **flags: str) -> SweepTable:

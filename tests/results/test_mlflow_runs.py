@@ -43,8 +43,10 @@ def children(outputs: Path, store: ResultsStore, sweep: int) -> dict[int, Any]:
 @pytest.mark.slow
 def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("mlflow")
-    client = mlflow_runs.client_of(tmp_path)
-    store = open_store(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(mlflow_runs.URL_ENV, "http://localhost:1")
+        assert mlflow_runs.client_of(tmp_path).tracking_uri == "http://localhost:1", "a server of one's own"
+    client, store = mlflow_runs.client_of(tmp_path), open_store(tmp_path)
     open_sweep(store, seed="0,1", **{"workload.pressure": "1,2", "trial.timeout_s": "100"})
     assert copy_sweep(tmp_path, store, 1) == 0  # it is taken up with another timeout, which is no parameter
     sweep = open_sweep(store, seed="0,1", **{"workload.pressure": "1,2", "trial.timeout_s": "200"})
@@ -141,7 +143,18 @@ def test_what_mlflow_missed_is_written_once_its_store_was_moved_away(tmp_path: P
     store.finish_trial(alone, "interrupted")
     running = store.begin_trial(trial_fields("running"))
 
-    assert sync_mlflow(tmp_path, store) == 3 + 1
+    fill = mlflow_runs._fill_run
+
+    def full(client: Any, run_id: str, store: ResultsStore, trial: Trial, *given: Any) -> None:
+        if trial.id == alone:
+            raise OSError("no space left")
+        fill(client, run_id, store, trial, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlflow_runs, "_fill_run", full)
+        with pytest.raises(ResultsError, match=rf"^3 trials were .* not trial {alone}\."):
+            sync_mlflow(tmp_path, store)
+    assert sync_mlflow(tmp_path, store) == 1
     assert sync_mlflow(tmp_path, store) == 0
     client, below = mlflow_runs.client_of(tmp_path), children(tmp_path, store, first)
     parent = client.get_run(store.sweep(first).mlflow_run_id).info
@@ -161,16 +174,16 @@ def test_what_mlflow_missed_is_written_once_its_store_was_moved_away(tmp_path: P
 
 
 @pytest.mark.slow
-def test_four_processes_that_copy_one_sweep_make_each_run_once(tmp_path: Path) -> None:
+def test_processes_that_copy_one_sweep_make_each_run_once(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     store = open_store(tmp_path)
-    sweep = open_sweep(store, 8)
-    trials = [add_trial(store, sweep, n, "pensieve", conversation_turns([1.0]), seed=n) for n in range(8)]
+    sweep = open_sweep(store, 4)
+    trials = [add_trial(store, sweep, n, "pensieve", conversation_turns([1.0]), seed=n) for n in range(4)]
 
     def work() -> None:
         copy_sweep(tmp_path, open_store(tmp_path), sweep)
 
-    processes = [FORK.Process(target=work) for _ in range(4)]
+    processes = [FORK.Process(target=work) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -179,28 +192,3 @@ def test_four_processes_that_copy_one_sweep_make_each_run_once(tmp_path: Path) -
     assert sorted(below) == trials
     assert all(run.info.status == "FINISHED" and "gpu_hit_rate" in run.data.metrics for run in below.values())
     assert all(store.trial(trial).mlflow_run_id == below[trial].info.run_id for trial in trials)
-
-
-@pytest.mark.slow
-def test_sync_copies_what_a_server_lacks_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow")
-    store = open_store(tmp_path)
-    alone, refused = (store.begin_trial(trial_fields(name)) for name in ("alone", "refused"))
-    for trial in (alone, refused):
-        store.finish_trial(trial, "completed")
-    assert copy_trial(tmp_path, store, alone) == 1  # into the local store: it has a run before there is a server
-    monkeypatch.setenv(mlflow_runs.URL_ENV, f"sqlite:///{tmp_path / 'server.db'}")
-    monkeypatch.chdir(tmp_path)
-    fill = mlflow_runs._fill_run
-
-    def full(client: Any, run_id: str, store: ResultsStore, trial: Trial, *given: Any) -> None:
-        if trial.id == refused:
-            raise OSError("no space left")
-        fill(client, run_id, store, trial, *given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow_runs, "_fill_run", full)
-        with pytest.raises(ResultsError, match=rf"^1 trials were .* not trial {refused}\."):
-            sync_mlflow(tmp_path, store)
-    assert sync_mlflow(tmp_path, store) == 1
-    assert mlflow_runs.client_of(tmp_path).get_run(store.trial(refused).mlflow_run_id).info.status == "FINISHED"
