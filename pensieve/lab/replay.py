@@ -318,7 +318,7 @@ class _Run:
             if not self.ready:
                 return
             held = self.held.pop(heapq.heappop(self.ready)[1])
-            request = held.due(self.said.of(held.request.session).tokens)
+            request = held.due(self.said.of(held.request.session))
             self.under_way.add(request.session)
             due_s = max(request.intended_s, self.said_s.get(request.session, 0.0))
             now = self.system.clock.now_s()

@@ -127,19 +127,10 @@ class TurnRecord:
     @classmethod
     def arrived(cls, request: Request, turn: int, now_s: float) -> TurnRecord:
         """Make the record of a request that has reached an engine which counts the bytes it copies."""
-        return cls(
-            session=request.session,
-            turn=turn,
-            iteration=request.iteration,
-            label=request.label,
-            phase=request.phase,
-            stream=request.stream,
-            intended_s=request.intended_s,
-            arrived_s=now_s,
-            request_id=request.id,
-            h2d_bytes=0,
-            d2h_bytes=0,
-        )
+        record = cls(request.session, turn, intended_s=request.intended_s, arrived_s=now_s, request_id=request.id)
+        record.planned(request, 0)
+        record.h2d_bytes = record.d2h_bytes = 0
+        return record
 
     @classmethod
     def never_sent(cls, request: Request, now_s: float) -> TurnRecord:
@@ -241,47 +232,35 @@ def is_measured(phase: str) -> bool:
     return phase not in PREPARING
 
 
-@dataclass(slots=True, eq=False)
-class Transcript:
-    """One conversation. tokens: all that was said, as its next prompt begins."""
+class Transcripts(dict[str, "TokenArray[int]"]):
+    """Of conversations, by name: all tokens that were said, as the next prompt begins."""
 
-    tokens: TokenArray[int] = field(default_factory=lambda: array("i"), kw_only=True)
+    def of(self, session: str) -> TokenArray[int]:
+        """None where nothing stands."""
+        return self.get(session) or array("i")
 
-    def known(self, prompt: TokenArray[int]) -> int:
+    def known(self, session: str, prompt: TokenArray[int]) -> int:
         """Leading tokens of the prompt that were computed before. The last token of a turn has no KV: the next one computes
         it."""
-        return max(0, min(common_prefix(self.tokens, prompt), len(self.tokens) - 1))
-
-
-class Transcripts:
-    """Those of many conversations, by name."""
-
-    def __init__(self) -> None:
-        self._all: dict[str, Transcript] = {}
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def of(self, session: str) -> Transcript:
-        """That of a conversation; an empty one where nothing stands."""
-        return self._all.get(session) or Transcript()
+        said = self.of(session)
+        return max(0, min(common_prefix(said, prompt), len(said) - 1))
 
     def history_of(self, asked: Request) -> int:
         """Prompt tokens that were said before: all that a cache could have had. The last one is computed in any case."""
-        known = self.of(asked.session).known(asked.prompt) if asked.history is None else asked.history.tokens
+        known = self.known(asked.session, asked.prompt) if asked.history is None else asked.history.tokens
         return min(known, len(asked.prompt) - 1)
 
     def note(self, asked: Request, turn: TurnRecord) -> None:
         """A turn has ended: add what was asked and answered, if it stands."""
         if turn.stands:
-            self._all[asked.session] = Transcript(tokens=asked.prompt + turn.token_ids)
+            self[asked.session] = asked.prompt + turn.token_ids
 
     def forget(self, session: str | None) -> None:
         """Forget one conversation; None: all."""
         if session is None:
-            self._all.clear()
+            self.clear()
         else:
-            self._all.pop(session, None)
+            self.pop(session, None)
 
 
 class Listener(Protocol):

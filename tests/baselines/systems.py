@@ -16,8 +16,7 @@ from pensieve.serve.systems.threaded_system import ThreadedSystem
 from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.simulated import MACHINE, MODEL
-
-PATIENCE_S = 100.0  # after which a thread that should have come back is taken to hang
+from tests.waiting import PATIENCE_S
 
 
 class HeldWorker:
@@ -87,28 +86,3 @@ def threaded(**changed: Any) -> tuple[ThreadedSystem, HeldWorker]:
 def inline(worker: type[SimulatedWorker] = SimulatedWorker, **changed: Any) -> InlineSystem:
     clock = VirtualClock()
     return InlineSystem(worker=worker(MODEL, MACHINE, clock, 4), clock=clock, **parts(**changed))
-
-
-class Side:
-    """A call in a thread of its own."""
-
-    def __init__(self, call: Any, *arguments: Any) -> None:
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call, *arguments), daemon=True)
-        self._thread.start()
-
-    def ended(self) -> bool:
-        """Waits for its end, and gives up on it after PATIENCE_S."""
-        return self.ends_within(PATIENCE_S)
-
-    def ends_within(self, seconds: float) -> bool:
-        """For what must not happen: time enough to go wrong."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _run(self, call: Any, *arguments: Any) -> None:
-        try:
-            self.result = call(*arguments)
-        except BaseException as error:
-            self.error = error

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,17 +16,7 @@ import pytest
 from pensieve.errors import EngineFailed
 from pensieve.plugins.engines import process
 from pensieve.plugins.engines.process import EngineProcess, MemoryWatch, resident_bytes, this_process, with_children
-
-PATIENCE_S = 100.0
-
-
-def until(holds: Callable[[], bool]) -> bool:
-    ends = time.monotonic() + PATIENCE_S
-    while not holds():
-        if time.monotonic() > ends:
-            return False
-        time.sleep(0.02)
-    return True
+from tests.waiting import until
 
 
 def gone(pid: int) -> bool:

@@ -9,7 +9,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from pensieve.core.request import Length, Request
@@ -19,6 +18,7 @@ from pensieve.plugins.engines.process import resident_bytes
 from pensieve.plugins.engines.ray_agents import RayKeepalive, RayServerless, Replica
 from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, greedy, prompt, served, setup_of
+from tests.waiting import descendants
 
 
 def message(number: int, session: str, turn: int, tokens: Any, output: int = 6, phase: str = "chat") -> Request:
@@ -111,11 +111,11 @@ def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing(capfd
     from pensieve.plugins.engines.ray_agents import ray_cluster
 
     setup = setup_of()
-    module, before = plain_module(setup), _descendants()
+    module, before = plain_module(setup), descendants()
     with ray_cluster(2, 0, True):
         first = _actors_until_memory_ends(setup, module)
         _tasks_keep_nothing(setup, first)
-    assert not _descendants() - before, "Ray ends with the block that began it"
+    assert not descendants() - before, "Ray ends with the block that began it"
     assert "(raylet)" not in "".join(capfd.readouterr()), "the actor that was killed is told of in its turn"
     assert "RAY_AUTH_TOKEN" not in os.environ
 
@@ -159,7 +159,3 @@ def _tasks_keep_nothing(setup: EngineSetup, first: list[int]) -> None:
     assert turn.gpu_hit_tokens == 0 and turn.ttft_ms is not None
     assert turn.ttft_ms > engine._starts[0].start_s * 1e3, "the start of its process is part of the step"
     system.close()
-
-
-def _descendants() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}

@@ -30,12 +30,11 @@ from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import WallClock
 from pensieve.serve.systems.threaded_system import ThreadedSystem
 from pensieve.specs import HardwareSpec
-from tests.engines.test_process import until
 from tests.simulated import TalkingEngine
+from tests.waiting import PATIENCE_S, until
 from tests.worker.torch.driver import engine_on, plain_generate, random_tokens, served, tiny_model, tiny_spec
 
 CHUNK = 8
-PATIENCE_S = 100.0  # for what happens at once where nothing is wrong
 load = remember(tiny_model)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -18,8 +17,8 @@ from pensieve.plugins.replicas import system as system_module
 from pensieve.plugins.replicas.engine import Described, EngineReplica
 from pensieve.plugins.replicas.system import ATTEMPTS, Replica, ReplicaSystem
 from pensieve.serve.systems.base import WallClock
-from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
-from tests.engines.test_process import until
+from tests.baselines.systems import HeldWorker, PricedSystem, parts
+from tests.waiting import PATIENCE_S, until
 
 COUNT = 3
 LATER_S = 1e6  # of a replica's clock, beside the caller's
@@ -390,9 +389,7 @@ def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch):
         talk(system, "a", 2)
         for one in begun:
             one.mute = one is not home(system, "a")
-        ends = time.monotonic() + PATIENCE_S
-        while not system.counters().get("steps"):  # the one that answers is told of, as soon as it is quick enough
-            assert time.monotonic() < ends
+        assert until(lambda: system.counters().get("steps")), "the one that answers is told of"
         system._told_at = float("-inf")
         assert system.places("a").count("G")
         asked = sum(one.asked for one in begun)

@@ -23,10 +23,8 @@ from pensieve.serve.server.api import Server
 from pensieve.serve.server.app import App, ServeSettings, uvicorn_config
 from pensieve.serve.server.state import StateFile
 from tests.typed import typed_process
+from tests.waiting import PATIENCE_S, until
 
-PATIENCE_S = 100.0
-"""For what happens at once where nothing is wrong. No test may pass or fail by how fast a machine is: it waits for what it
-expects, and holds up the engine where something has to come before."""
 REAL = {"device": "cpu", "weights": "random", "gpu_cache": "4096 tokens", "cpu_cache": "4096 tokens"}
 SIMULATED = {"device": "sim_h100", "gpu_cache": "4096 tokens", "cpu_cache": "4096 tokens"}
 
@@ -113,15 +111,6 @@ def held(server: Server) -> Iterator[None]:
     finally:
         hold.release()
     turn.future.result(PATIENCE_S)
-
-
-def until(condition: Any, seconds: float = PATIENCE_S) -> bool:
-    ends = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > ends:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def healthy(url: str) -> bool:

@@ -17,7 +17,8 @@ from pensieve.errors import CapacityError, ConfigError, ContextLengthError, Requ
 from pensieve.lab.compose.conf import read_option
 from pensieve.serve.server.api import Stream
 from tests.invariants import check_cache
-from tests.server.live import PATIENCE_S, Hold, held, until
+from tests.server.live import Hold, held
+from tests.waiting import PATIENCE_S, until
 
 
 def server(mode="pensieve", **fields):

@@ -15,7 +15,8 @@ from pensieve.core.request import Hint, Sampling
 from pensieve.errors import ConfigError
 from pensieve.serve.server import create_server
 from pensieve.serve.server.chat import ChatSettings, Conversation
-from tests.server.live import SIMULATED, simulated, until
+from tests.server.live import SIMULATED, simulated
+from tests.waiting import until
 from tests.worker.torch.driver import tiny_model
 
 

@@ -21,8 +21,9 @@ from pensieve.serve.server import create_server
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.gate import tenants_of
 from pensieve.serve.tokenizer import ByteTokenizer
-from tests.baselines.systems import Side, threaded
-from tests.server.live import PATIENCE_S, SIMULATED, serving, simulated, until
+from tests.baselines.systems import threaded
+from tests.server.live import SIMULATED, serving, simulated
+from tests.waiting import PATIENCE_S, Side, until
 
 KEYS = {"key-of-alice": "alice", "key-of-bob": "bob", "key-of-operator": "operator"}
 ALICE, BOB, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in KEYS)

@@ -21,9 +21,10 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.live import PATIENCE_S, REAL, process
+from tests.server.live import REAL, process
 from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR
 from tests.server.test_restart import chat, served
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,7 +11,8 @@ pytest.importorskip("fastapi")
 
 from pensieve.serve.server import create_server  # noqa: E402
 from pensieve.serve.server.replies import Reply  # noqa: E402
-from tests.server.live import PATIENCE_S, REAL, Hold, held, serving, until  # noqa: E402
+from tests.server.live import REAL, Hold, held, serving  # noqa: E402
+from tests.waiting import PATIENCE_S, until  # noqa: E402
 
 
 @pytest.fixture(scope="module")

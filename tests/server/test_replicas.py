@@ -16,9 +16,10 @@ pytest.importorskip("fastapi")
 from pensieve.lab.compose.settings import resolved
 from pensieve.serve.server.api import server_of
 from pensieve.serve.server.state import StateFile
-from tests.server.live import serving, until
+from tests.server.live import serving
 from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS
+from tests.waiting import descendants, until
 
 REPLY_S = 120.0
 
@@ -89,7 +90,7 @@ def over_http(server, state=None):
 def test_kill_9_of_a_replica_under_load(tmp_path):
     """Two replicas of the tiny model; the undisturbed run asks them the same in other conversations, before. That one engine
     says the same as several is shown in tests/replicas."""
-    before = _descendants()
+    before = descendants()
     config = composed(
         "hardware=cpu", "hardware.threads=1", "model.weights=random", "cache.gpu=4096 tokens", "cache.cpu=4096 tokens"
     )
@@ -113,7 +114,7 @@ def test_kill_9_of_a_replica_under_load(tmp_path):
         assert "xyzzy" not in "".join(one.process.log() for one in system.up), "no message is in a log"
     finally:
         server.close()
-    assert until(lambda: not _descendants() - before), "they end with the server"
+    assert until(lambda: not descendants() - before), "they end with the server"
 
     for key, here in said.items():
         there = undisturbed[key]
@@ -140,7 +141,3 @@ def test_kill_9_of_a_replica_under_load(tmp_path):
 def _homes(system):
     """Of the conversations that are disturbed."""
     return {name: home for name, home in system._home.items() if "calm" not in name}
-
-
-def _descendants():
-    return {one.pid for one in psutil.Process().children(recursive=True)}

@@ -19,9 +19,10 @@ from pensieve.serve.server import create_server
 from pensieve.serve.server.app import ServeSettings, open_state
 from pensieve.serve.server.conversations import Conversations
 from pensieve.serve.server.state import StateFile
-from tests.server.live import PATIENCE_S, SIMULATED, serving
+from tests.server.live import SIMULATED, serving
 from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, ask
+from tests.waiting import PATIENCE_S
 
 
 @contextmanager

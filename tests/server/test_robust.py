@@ -29,9 +29,10 @@ from pensieve.serve.server.conversations import Conversation, Mark
 from pensieve.serve.server.replies import Reply
 from pensieve.serve.tokenizer import ByteTokenizer
 from pensieve.sim.worker import SimulatedWorker
-from tests.baselines.systems import Side, inline, threaded
-from tests.server.live import PATIENCE_S, SIMULATED, serving, simulated, until
+from tests.baselines.systems import inline, threaded
+from tests.server.live import SIMULATED, serving, simulated
 from tests.server.test_http import ask
+from tests.waiting import PATIENCE_S, Side, until
 
 CASES = int(os.environ.get("PENSIEVE_SCHEMA_CASES", "8"))  # an operation; 800 are some 10,000 in all
 KNOWN = {200, 400, 401, 403, 404, 405, 413, 415, 429}

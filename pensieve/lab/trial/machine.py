@@ -178,7 +178,7 @@ def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> Ho
             # The token before a message has no KV yet, and is computed with it.
             for turn, (count, output) in enumerate(((_BEGUN, 1), (tokens - 1, reply)), start=1):
                 name, message = f"profile-{place}", array("i", (token % plan.model.vocab for token in range(count)))
-                prompt = said.of(name).tokens + message
+                prompt = said.of(name) + message
                 request = Request(2 * place + turn, name, turn, prompt, Length(output))
                 answer = system.ask(request)
                 said.note(request, answer)

@@ -256,7 +256,7 @@ class ClusterSystem:
         """What was said before is its history where the conversation's last turn was served elsewhere."""
         if self._home.get(request.session, replica.number) == replica.number:
             return request
-        known = self._said.of(request.session).known(request.prompt)
+        known = self._said.known(request.session, request.prompt)
         if not known:
             return request
         self._moved.add(request.id)

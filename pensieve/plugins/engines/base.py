@@ -164,7 +164,7 @@ class OutsideSystem:
         self._said = Transcripts()
         self._asked: dict[int, TokenArray[int]] = {}  # every prompt as soon as it is sent, then with its answer
         self._live: dict[int, _Exchange] = {}
-        self._outbox = Outbox(self.clock, lambda: self._ended)
+        self.outbox = Outbox(self.clock, lambda: self._ended)
         self._threads = ThreadPoolExecutor(engine.at_once, thread_name_prefix="outside-engine")
         self._ended: WorkerError | None = None
         self._settings: dict[str, Any] = {}
@@ -184,7 +184,7 @@ class OutsideSystem:
     def submit(self, request: Request) -> None:
         exchange = _Exchange(self, request, self._said.history_of(request))
         with self._lock:
-            self._outbox.expect(request.id)
+            self.outbox.expect(request.id)
             self._live[request.id] = exchange
             self._asked[request.id] = request.prompt
         self._threads.submit(self._serve, exchange)
@@ -196,7 +196,7 @@ class OutsideSystem:
 
     def poll(self, until_s: float | None) -> list[Event]:
         """Raises WorkerError once there is nothing more to tell and the engine has crashed or was closed."""
-        return self._outbox.poll(until_s)
+        return self.outbox.poll(until_s)
 
     def forget(self, session: str | None) -> None:
         """Raises ConfigError."""
@@ -220,9 +220,6 @@ class OutsideSystem:
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
-    def tell(self, events: list[Event]) -> None:
-        self._outbox.put(events)
-
     def own_time(self, perf_s: float) -> float:
         """A reading of time.perf_counter, which all processes of a machine share, by this system's clock."""
         return perf_s - self._offset_s
@@ -236,7 +233,7 @@ class OutsideSystem:
 
     def _end(self, error: WorkerError) -> None:
         self._ended = self._ended or error
-        self._outbox.put([])  # wakes a poll that waits
+        self.outbox.put([])  # wakes a poll that waits
 
     def _serve(self, exchange: _Exchange) -> None:
         """One request from its thread to its record; whoever polls learns of everything."""
@@ -263,7 +260,7 @@ class OutsideSystem:
             self._asked[request.id] = request.prompt + turn.token_ids
         self._said.note(request, turn)
         assert turn.finished_s is not None
-        self.tell([Event("finished", request.id, turn.finished_s, turn=turn)])
+        self.outbox.put([Event("finished", request.id, turn.finished_s, turn=turn)])
 
 
 class _Exchange:
@@ -286,7 +283,7 @@ class _Exchange:
             self.turn.token(token, None, now_s)
             events.append(Event(kind, self.request.id, now_s, token=token))  # type: ignore[arg-type]
         if events:
-            self._system.tell(events)
+            self._system.outbox.put(events)
         return True
 
     def reply(self, reply: Reply) -> None:

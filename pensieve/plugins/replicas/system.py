@@ -153,7 +153,7 @@ class ReplicaSystem:
     def submit(self, request: Request) -> None:
         """What its prompt shares with what was said before is its history, for a replica that serves it anew."""
         self._outbox.expect(request.id)
-        known = self._said.of(request.session).known(request.prompt)
+        known = self._said.known(request.session, request.prompt)
         if known and request.history is None:  # by the replica that may serve it now, at the latest
             request = replace(request, history=History(known, "kept"))
         self.begin(request, _ToOutbox(self._outbox, self._said, request))

@@ -154,9 +154,11 @@ class Content:
             self._note(other)
             if not other.running:
                 del self._unnoted[other.number]
-        size, length = self._size, len(session.tokens)
+        size, length, number, owner = self._size, len(session.tokens), session.number, self._owner
         blocks = session.named(length, size)
-        counts = self._elsewhere(session.number, blocks), self._anywhere(blocks)
+        own = (index for index, block in enumerate(blocks) if owner.get(block, number) == number)
+        new = (index for index, block in enumerate(blocks) if block not in owner)
+        counts = [next(ends, len(blocks)) for ends in (own, new)]
         self._note(session)
         self._unnoted[session.number] = session
         beyond = size - 1 if partial else 0
@@ -181,12 +183,3 @@ class Content:
             if self._owner.setdefault(block, number) != number:
                 self._owner[block] = None
         self._noted[number] = len(blocks)
-
-    def _elsewhere(self, number: int, blocks: Sequence[BlockHash]) -> int:
-        """Count the leading blocks that another session has had."""
-        own = (index for index, block in enumerate(blocks) if self._owner.get(block, number) == number)
-        return next(own, len(blocks))
-
-    def _anywhere(self, blocks: Sequence[BlockHash]) -> int:
-        """Count the leading blocks that any session has had."""
-        return next((index for index, block in enumerate(blocks) if block not in self._owner), len(blocks))

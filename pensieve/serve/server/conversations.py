@@ -12,7 +12,7 @@ import threading
 import time
 import unicodedata
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pensieve.core.request import Fork, TokenArray, text_of, tokens_of
 from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, TooManySessions
-from pensieve.serve.record import Transcript, TurnRecord
+from pensieve.serve.record import TurnRecord
 from pensieve.serve.tokenizer import Message, plain_messages
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Said:
 
 
 @dataclass(slots=True, eq=False)
-class Conversation(Transcript):
-    """A transcript, its turns, and what is asked of it now. named: by its client, who expects to find it again; others are
+class Conversation:
+    """What was said, its turns, and what is asked of it now. named: by its client, who expects to find it again; others are
     found by what was said. claims: stored responses that somebody may want to go on from, so what stands is not replaced.
     One turn runs at a time; others wait.
     """
@@ -66,6 +66,7 @@ class Conversation(Transcript):
     named: bool
     created_at: float
     used_at: float
+    tokens: TokenArray[int] = field(default_factory=lambda: array("i"))
     keep_alive_s: float | None = None
     marks: list[Mark] = field(default_factory=list)
     claims: int = 0
@@ -176,6 +177,45 @@ def prompt_details(turn: TurnRecord) -> dict[str, int]:
     }
 
 
+@dataclass(slots=True)
+class _Tenant:
+    """What one tenant has. all: by id. ordered: the same by their tokens. by_key: whose turn ended with the messages of that
+    name, and the mark of its end. responses: by id, the oldest first."""
+
+    all: dict[str, Conversation] = field(default_factory=dict)
+    ordered: list[Conversation] = field(default_factory=list)
+    by_key: dict[str, tuple[Conversation, Mark]] = field(default_factory=dict)
+    responses: dict[str, Stored] = field(default_factory=dict)
+
+    def add(self, conversation: Conversation) -> None:
+        assert conversation.id not in self.all
+        self.all[conversation.id] = conversation
+        bisect.insort_right(self.ordered, conversation, key=_TOKENS)
+
+    def replace(self, conversation: Conversation, tokens: TokenArray[int]) -> None:
+        self._out_of_order(conversation)
+        conversation.tokens = tokens
+        bisect.insort_right(self.ordered, conversation, key=_TOKENS)
+
+    def drop(self, conversation: Conversation) -> None:
+        del self.all[conversation.id]
+        self._out_of_order(conversation)
+        self.forget_marks(conversation, -1)
+
+    def forget_marks(self, conversation: Conversation, kept: int) -> None:
+        """Drop the keys of turns whose tokens are replaced. The key of a turn that a fork took over stays the fork's."""
+        for mark in conversation.marks:
+            if mark.length > kept and mark.key is not None and self.by_key.get(mark.key, (None,))[0] is conversation:
+                del self.by_key[mark.key]
+        conversation.marks = [mark for mark in conversation.marks if mark.length <= kept]
+
+    def _out_of_order(self, conversation: Conversation) -> None:
+        place = bisect.bisect_left(self.ordered, conversation.tokens, key=_TOKENS)
+        while self.ordered[place] is not conversation:
+            place += 1
+        del self.ordered[place]
+
+
 class Conversations:
     """Thread-safe by `lock`, which callers hold over what must happen at once. released: told of each conversation that is
     given up."""
@@ -188,10 +228,7 @@ class Conversations:
         oldest response."""
         self.keep_alive_s: float | None = None
         """Of those that say nothing else; None: for ever."""
-        self._all: dict[str, dict[str, Conversation]] = {}  # by tenant and id
-        self._sorted: dict[str, list[Conversation]] = {}  # of each tenant, by tokens
-        self._by_key: dict[tuple[str, str], tuple[Conversation, Mark]] = {}
-        self._responses: dict[str, dict[str, Stored]] = {}  # by tenant and id, the oldest first
+        self._tenants: defaultdict[str, _Tenant] = defaultdict(_Tenant)
         self.keeper: StateFile | None = None
         """Who hears of all that outlives a turn."""
 
@@ -199,35 +236,32 @@ class Conversations:
 
     def find(self, tenant: str, name: str) -> Conversation | None:
         with self.lock:
-            return self._all.get(tenant, {}).get(name)
+            return self._tenants[tenant].all.get(name)
 
     def of(self, tenant: str) -> list[Conversation]:
         with self.lock:
-            return list(self._all.get(tenant, {}).values())
+            return list(self._tenants[tenant].all.values())
 
     def __iter__(self) -> Iterator[Conversation]:
         with self.lock:
-            return iter([one for known in self._all.values() for one in known.values()])
+            return iter([one for tenant in self._tenants.values() for one in tenant.all.values()])
 
     def __len__(self) -> int:
         with self.lock:
-            return sum(map(len, self._all.values()))
+            return sum(len(tenant.all) for tenant in self._tenants.values())
 
-    def by_messages(self, tenant: str, keys: Sequence[str]) -> tuple[Conversation, Mark, list[Message]] | None:
-        """The conversation of which a turn ended with these messages, the most of them, the mark of that turn, and they."""
+    def by_messages(self, tenant: str, keys: Sequence[str]) -> tuple[Conversation, Mark] | None:
+        """The conversation of which a turn ended with these messages, the most of them, and the mark of that turn."""
         with self.lock:
-            for key in reversed(keys):
-                if (known := self._by_key.get((tenant, key))) is not None:
-                    conversation, mark = known
-                    return conversation, mark, (conversation.messages or [])[: mark.messages]
-        return None
+            known = self._tenants[tenant].by_key
+            return next((known[key] for key in reversed(keys) if key in known), None)
 
     def by_tokens(self, tenant: str, prompt: TokenArray[int]) -> tuple[Conversation, int] | None:
         """The conversation that shares the longest prefix with the prompt, and its length; of equals one that is a prefix of
         it wholly. Sorted by tokens, it stands beside the prompt."""
         best: tuple[Conversation, int] | None = None
         with self.lock:
-            ordered = self._sorted.get(tenant, [])
+            ordered = self._tenants[tenant].ordered
             place = bisect.bisect_right(ordered, prompt, key=_TOKENS)
             for neighbour in (*reversed(ordered[max(0, place - _NEIGHBOURS) : place]), *ordered[place : place + 1]):
                 shared = common_prefix(neighbour.tokens, prompt)
@@ -242,13 +276,9 @@ class Conversations:
         """A new conversation. Raises TooManySessions where the tenant has as many as it may, all of them named or busy."""
         with self.lock:
             self._make_room(tenant)
-            known = self._all.setdefault(tenant, {})
-            chosen = name or f"conv_{secrets.token_hex(8)}"
-            assert chosen not in known
             now = time.time()
-            made = Conversation(tenant, chosen, name is not None, now, now)
-            known[chosen] = made
-            bisect.insort_right(self._sorted.setdefault(tenant, []), made, key=_TOKENS)
+            made = Conversation(tenant, name or f"conv_{secrets.token_hex(8)}", name is not None, now, now)
+            self._tenants[tenant].add(made)
             return made
 
     def fork(self, parent: Conversation, keep: int) -> Conversation:
@@ -256,7 +286,7 @@ class Conversations:
         asked differently, or again: the old reply is then rarely gone on from."""
         with self.lock:
             child = self.open(parent.tenant)
-            self._replace(child, parent.tokens[:keep])
+            self._tenants[parent.tenant].replace(child, parent.tokens[:keep])
             child.computed = min(parent.computed, max(keep - 1, 0))
             child.marks = [mark for mark in parent.marks if mark.length <= keep]
             if parent.messages is not None:
@@ -280,7 +310,8 @@ class Conversations:
             if known is None:
                 self._nearest(turn, tenant, turn.asks(messages))
             else:
-                conversation, mark, own = known
+                conversation, mark = known
+                own = (conversation.messages or [])[: mark.messages]
                 self._go_on(turn, conversation, mark, turn.asks([*own, *messages[len(own) :]]))
             return
         if whole is None:
@@ -354,14 +385,14 @@ class Conversations:
         """Record a turn that stands: what the conversation holds now, the mark of its end, and how many leading tokens were
         computed."""
         with self.lock:
-            kept = common_prefix(conversation.tokens, said.tokens)
+            tenant, kept = self._tenants[conversation.tenant], common_prefix(conversation.tokens, said.tokens)
             if kept < len(conversation.tokens):
-                self._forget_marks(conversation, kept)
-            self._replace(conversation, said.tokens)
+                tenant.forget_marks(conversation, kept)
+            tenant.replace(conversation, said.tokens)
             conversation.marks.append(mark)
             conversation.computed, conversation.messages = computed, said.messages
             if mark.key is not None:
-                self._by_key[conversation.tenant, mark.key] = conversation, mark
+                tenant.by_key[mark.key] = conversation, mark
             conversation.used_at = time.time()
             conversation.restored, conversation.begun = False, True
         if self.keeper is not None:
@@ -371,36 +402,13 @@ class Conversations:
         """Add a conversation as it was before the server was started again. Where two begin alike, the first one restored
         is the one that is found by what both said."""
         with self.lock:
-            known = self._all.setdefault(conversation.tenant, {})
-            known[conversation.id] = conversation
-            bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=_TOKENS)
+            tenant = self._tenants[conversation.tenant]
+            tenant.add(conversation)
             for mark in conversation.marks:
                 if mark.key is not None:
-                    self._by_key.setdefault((conversation.tenant, mark.key), (conversation, mark))
+                    tenant.by_key.setdefault(mark.key, (conversation, mark))
             conversation.restored = conversation.begun = True
             conversation.computed = max(len(conversation.tokens) - 1, 0)
-
-    def _forget_marks(self, conversation: Conversation, kept: int) -> None:
-        """Drop the keys of turns whose tokens are replaced. The key of a turn that a fork took over stays the fork's."""
-        for mark in conversation.marks:
-            if mark.length > kept and mark.key is not None:
-                known = self._by_key.get((conversation.tenant, mark.key))
-                if known is not None and known[0] is conversation:
-                    del self._by_key[conversation.tenant, mark.key]
-        conversation.marks = [mark for mark in conversation.marks if mark.length <= kept]
-
-    def _replace(self, conversation: Conversation, tokens: TokenArray[int]) -> None:
-        ordered = self._sorted[conversation.tenant]
-        del ordered[self._place(ordered, conversation)]
-        conversation.tokens = tokens
-        bisect.insort_right(ordered, conversation, key=_TOKENS)
-
-    @staticmethod
-    def _place(ordered: list[Conversation], conversation: Conversation) -> int:
-        place = bisect.bisect_left(ordered, conversation.tokens, key=_TOKENS)
-        while ordered[place] is not conversation:
-            place += 1
-        return place
 
     # -- responses ----------------------------------------------------------------------------------------------------
 
@@ -408,7 +416,7 @@ class Conversations:
         """What its conversation holds is not replaced from now on. Their KV stays in the cache as any other."""
         tenant = stored.conversation.tenant
         with self.lock:
-            mine = self._responses.setdefault(tenant, {})
+            mine = self._tenants[tenant].responses
             oldest = next(iter(mine)) if len(mine) >= self.most else None
             mine[response_id] = stored
             stored.conversation.claims += 1
@@ -419,12 +427,12 @@ class Conversations:
 
     def response(self, tenant: str, response_id: str) -> Stored | None:
         with self.lock:
-            return self._responses.get(tenant, {}).get(response_id)
+            return self._tenants[tenant].responses.get(response_id)
 
     def unstore(self, tenant: str, response_id: str) -> bool:
         """Delete a stored response. Its conversation goes with the last response that claims it, unless it has a name."""
         with self.lock:
-            stored = self._responses.get(tenant, {}).pop(response_id, None)
+            stored = self._tenants[tenant].responses.pop(response_id, None)
             if stored is None:
                 return False
             stored.conversation.claims -= 1
@@ -444,16 +452,10 @@ class Conversations:
     def remove(self, conversation: Conversation) -> None:
         """Give up an idle conversation: its tokens here, its KV in the engine."""
         with self.lock:
-            known = self._all.get(conversation.tenant, {})
-            if known.get(conversation.id) is not conversation:
+            if self.find(conversation.tenant, conversation.id) is not conversation:
                 return
             assert conversation.idle
-            del known[conversation.id]
-            ordered = self._sorted[conversation.tenant]
-            del ordered[self._place(ordered, conversation)]
-            self._forget_marks(conversation, -1)
-            if not known:
-                del self._all[conversation.tenant], self._sorted[conversation.tenant]
+            self._tenants[conversation.tenant].drop(conversation)
         self._released(conversation)
         if self.keeper is not None:
             self.keeper.removed(conversation)
@@ -475,7 +477,7 @@ class Conversations:
                     self.remove(conversation)
 
     def _make_room(self, tenant: str) -> None:
-        mine = self._all.get(tenant, {})
+        mine = self._tenants[tenant].all
         if len(mine) >= self.most:
             spare = [one for one in mine.values() if one.idle and not one.named and not one.claims]
             if not spare:

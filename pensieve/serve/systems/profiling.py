@@ -72,17 +72,13 @@ def decodes_s(worker: Worker, clock: Clock, chunk_tokens: int, requests: int, co
     """One iteration of so many requests that decode behind `context` tokens each, as it is long after the last prefill: the
     median of the later half of DECODES in a row. blocks: of the pool; where it holds fewer than they all
     need, requests share some, which changes what is read by nothing but what a processor's cache keeps."""
-    times = [_decodes_once_s(worker, clock, chunk_tokens, requests, context, blocks) for _ in range(DECODES)]
-    return median(times[DECODES // 2 :])
-
-
-def _decodes_once_s(worker: Worker, clock: Clock, chunk_tokens: int, requests: int, context: int, blocks: int) -> float:
     each = ceil_div(context + 1, chunk_tokens)
     tables = tuple(
         (slot, 0, tuple((slot * each + place) % blocks for place in range(each))) for slot in range(requests)
     )
     rows = tuple(Row(slot, ((context, context + 1),), (slot % 250,), Sample(context + 1)) for slot in range(requests))
-    return _seconds(worker, clock, StepPlan(step=-1, rows=rows, tables=tables))
+    times = [_seconds(worker, clock, StepPlan(step=-1, rows=rows, tables=tables)) for _ in range(DECODES)]
+    return median(times[DECODES // 2 :])
 
 
 def load_s(worker: Worker, clock: Clock, blocks: int, inward: bool = True) -> float:
