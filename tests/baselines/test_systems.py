@@ -16,7 +16,7 @@ from pensieve.errors import WorkerError
 from pensieve.serve.systems.base import Outbox, WallClock
 from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import inline, threaded
-from tests.calls import calls_of
+from tests.crossings import calls_of
 from tests.simulated import request
 from tests.waiting import PATIENCE_S, Side, until
 

@@ -8,7 +8,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import Moved
 from pensieve.core.policies.lru import Lru
 from pensieve.core.session import Session
-from tests.calls import calls_of
+from tests.crossings import calls_of
 from tests.invariants import check_cache
 from tests.simulated import policy_context
 

@@ -18,7 +18,7 @@ from pensieve.core.session import Session, Stem, View
 from pensieve.errors import PolicyError
 from pensieve.plugins.caches.shared import SharedIndex
 from pensieve.plugins.policies.hinted import Hinted
-from tests.calls import calls_of
+from tests.crossings import calls_of
 from tests.simulated import policy_context, with_chunks
 
 

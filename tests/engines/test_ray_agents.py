@@ -18,7 +18,7 @@ from pensieve.plugins.engines.process import resident_bytes
 from pensieve.plugins.engines.ray_agents import RayKeepalive, RayServerless, Replica
 from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, greedy, prompt, served, setup_of
-from tests.waiting import descendants
+from tests.waiting import PATIENCE_S, Side, descendants
 
 
 def message(number: int, session: str, turn: int, tokens: Any, output: int = 6, phase: str = "chat") -> Request:
@@ -46,30 +46,6 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
         replica.close()
 
 
-class Calls:
-    """What stands for Ray: notes with what a process was asked for, and never answers."""
-
-    exceptions = SimpleNamespace(**dict.fromkeys(("RayError", "RayActorError", "WorkerCrashedError"), OSError))
-
-    def __init__(self) -> None:
-        self.options: dict[str, Any] = {}
-        self.given: tuple[Any, ...] = ()
-        self.called = threading.Event()
-
-    def remote(self, **options: Any) -> Any:
-        self.options = options
-        return lambda target: SimpleNamespace(remote=self._begin)
-
-    def _begin(self, *given: Any) -> Any:
-        self.given = given
-        self.called.set()
-        return SimpleNamespace(pid=SimpleNamespace(remote=lambda: None))
-
-    def wait(self, promised: Any, timeout: float) -> Any:
-        time.sleep(timeout)
-        return [], promised
-
-
 @pytest.mark.parametrize(
     ("kind", "device", "conversations", "sharing"),
     [
@@ -79,29 +55,30 @@ class Calls:
         (RayServerless, "cuda:0", 1000, 100),
     ],
 )
-def test_a_process_is_told_its_share_and_closing_ends_requests_that_ray_never_answers(
-    kind: type[Any], device: str, conversations: int | None, sharing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_is_told_its_share(kind: type[Any], device: str, conversations: int | None, sharing: int) -> None:
     """An actor told of the whole limit would pack a second copy, as would all others, until one of them is killed. A GPU's
-    memory is the limit, and not Ray's count of them. A trial that had timed out hung where Ray was gone."""
-    ray = Calls()
-    monkeypatch.setitem(sys.modules, "ray", ray)
+    memory is the limit, and not Ray's count of them."""
     setup = setup_of(device=device, memory_bytes=2**31 + 1, conversations=conversations)
-    engine, found = kind(setup), []
+    engine = kind(setup)
+    assert (engine._kv_tokens, engine._share_bytes) == (232, (2**31 + 1) // sharing), "the longest, and a block"
+    assert engine._gpu_share == (0.01 if device.startswith("cuda") else 0.0)
 
-    def ask_it() -> None:
-        with pytest.raises(RequestFailed, match="closed"):
-            engine.answer(message(1, "a", 1, prompt(4)), None)
-        found.append(True)
 
-    thread = threading.Thread(target=ask_it, daemon=True)
-    thread.start()
-    assert ray.called.wait(10)
+def test_closing_ends_requests_that_ray_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that had timed out hung where Ray was gone."""
+    waited = threading.Event()
+
+    def wait(promised: Any, timeout: float) -> Any:
+        waited.set()
+        time.sleep(timeout)
+        return [], promised
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait))
+    engine = RayServerless(setup_of())
+    asking = Side(engine._result, None)
+    assert waited.wait(PATIENCE_S)
     engine.close()
-    thread.join(5)
-    assert found == [True]
-    assert ray.given[1:3] == (setup.longest_tokens + setup.block_tokens, (2**31 + 1) // sharing)
-    assert ray.options["num_gpus"] == (0.01 if device.startswith("cuda") else 0.0)
+    assert asking.ended() and isinstance(asking.error, RequestFailed)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ What numpy does within a call is not seen: docs/results/speed.md has the time of
 from __future__ import annotations
 
 from pensieve.core.engine import MemoryLimits
-from tests.calls import calls_of
+from tests.crossings import calls_of
 from tests.simulated import make_engine, request
 
 STEPS = 100

@@ -17,17 +17,16 @@ from pensieve.errors import CapacityError, ConfigError, ContextLengthError, Requ
 from pensieve.lab.compose.conf import read_option
 from pensieve.serve.server.api import Stream
 from tests.invariants import check_cache
+from tests.server import live
 from tests.server.live import Hold, held
 from tests.waiting import PATIENCE_S, until
 
-
-def server(mode="pensieve", **fields):
-    defaults = {"gpu_cache": "1024 tokens", "cpu_cache": "2048 tokens", "device": "cpu", "weights": "random"}
-    return create_server(mode=mode, model="tiny", **{**defaults, **fields})
+SMALL = {"gpu_cache": "1024 tokens", "cpu_cache": "2048 tokens"}
+REAL, SIMULATED = {**live.REAL, **SMALL}, {**live.SIMULATED, **SMALL}
 
 
 def test_only_the_new_message_is_sent_and_the_history_hits():
-    with server() as s:
+    with create_server(**REAL) as s:
         text = s.process_request("session_1", "Hello", max_new_tokens=6, stop=None, ignore_eos=True)
         assert isinstance(text, str)
         out = s.generate("session_1", prompt_ids=[1, 2, 3], max_new_tokens=4, ignore_eos=True)
@@ -46,7 +45,7 @@ def test_only_the_new_message_is_sent_and_the_history_hits():
 def test_modes_and_threads_give_the_same_tokens():
     outputs = {}
     for mode in ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots"):
-        with server(mode) as s, ThreadPoolExecutor(4) as pool:
+        with create_server(mode, **REAL) as s, ThreadPoolExecutor(4) as pool:
 
             def talk(name, s=s):
                 tokens = []
@@ -64,17 +63,14 @@ def test_a_reply_ends_with_any_token_that_the_model_says_ends_one(monkeypatch):
     from pensieve.device.model import LoadedModel
 
     asked = {"prompt_ids": [5, 6, 7], "max_new_tokens": 6}
-    with server() as s:
+    with create_server(**REAL) as s:
         ids = s.generate("a", **asked, ignore_eos=True).token_ids
         assert s.generate("b", **asked).token_ids == ids
     last = next(i for i in range(2, 6) if ids[i] not in ids[:i])
     monkeypatch.setattr(LoadedModel, "eos_token_ids", frozenset({ids[last]}))
-    with server() as s:
+    with create_server(**REAL) as s:
         out = s.generate("a", **asked)
     assert (out.token_ids, out.turn.finish_reason) == (ids[: last + 1], "eos")
-
-
-SIMULATED = {"device": "sim_h100", "gpu_cache": "1024 tokens", "cpu_cache": "2048 tokens"}
 
 
 @pytest.mark.parametrize(
@@ -187,25 +183,22 @@ def test_a_restored_conversation_whose_first_turn_came_to_nothing_leaves_nothing
         assert talk.engine_name not in s.system.engine.cache.sessions
 
 
-@pytest.mark.parametrize("weights", [None, "random"])
-def test_a_folder_speaks_with_its_own_tokenizer_whatever_its_weights(tmp_path, weights):
+def test_a_folder_speaks_with_its_own_tokenizer_whatever_its_weights(tmp_path):
     words = Backend(WordLevel({f"w{i}": i for i in range(320)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     architecture = read_option("model", "tiny")["architecture"]
     (tmp_path / "config.json").write_text(json.dumps(architecture))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with create_server(model=str(tmp_path), weights=weights, **SIMULATED) as s:
-        assert s.generate("a", text="w5 w6 w7", max_new_tokens=1).turn.prompt_tokens == 3
-        assert s.get_statistics()["engine"]["tokenizer"] == tmp_path.name
+    for weights in (None, "random"):
+        with create_server(model=str(tmp_path), weights=weights, **SIMULATED) as s:
+            assert s.generate("a", text="w5 w6 w7", max_new_tokens=1).turn.prompt_tokens == 3
+            assert s.get_statistics()["engine"]["tokenizer"] == tmp_path.name
 
 
 def test_a_policy_that_reads_the_future_serves_nobody():
     with pytest.raises(ConfigError, match="live traffic has none"):
         create_server(**SIMULATED, eviction="oracle_hint")
-
-
-REAL = {"device": "cpu", "weights": "random", "gpu_cache": "1024 tokens", "cpu_cache": "1024 tokens"}
 
 
 @pytest.fixture(scope="module")

@@ -56,20 +56,15 @@ def said(**fields):
         ("chat/completions", said_by_a_user().replace(b"x", b"\\ud800"), "no JSON"),
         ("chat/completions", said_by_a_user(temperature=float("nan")), "no JSON"),
         ("chat/completions", b"[" * 100_000, "no JSON"),
-        ("chat/completions", b"9" * 10_000, ""),
         ("chat/completions", b"null", "dictionary"),
         ("chat/completions", b'{"messages": []}', "messages: List should have at least 1"),
         ("chat/completions", b'{"messages": [{"role": "king", "content": "x"}]}', "messages.0.role: Input should be"),
-        ("chat/completions", said_by_a_user(max_tokens=0), "max_tokens"),
         ("chat/completions", said_by_a_user(max_tokens=2_000_000), "context"),
-        ("chat/completions", said_by_a_user(stop=[1]), "stop"),
-        ("chat/completions", said_by_a_user(n=2), "n: Input should be 1"),
         ("responses", said(metadata={"a": float("nan")}), "no JSON"),  # told again, which no JSON could
         ("responses", said(tool_choice=[float("inf")]), "no JSON"),
         ("responses", said(tools=[{"type": "function", "a": "1e999"}]).replace(b'"1e999"', b"1e999"), "finite"),
         ("responses", said(metadata={"stop_reason": "length"}), "stop_reason"),
         ("responses", said(metadata={"expected_s": "soon"}), "expected_s"),
-        ("responses", said(metadata={"tool": 7}), "tool"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

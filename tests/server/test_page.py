@@ -18,12 +18,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PAGE = files("pensieve.serve.server").joinpath("page.html").read_text(encoding="utf-8")
 
 
-def test_it_is_one_file_without_any_other_address() -> None:
+def test_it_is_one_file_that_may_load_and_ask_this_server_only() -> None:
     assert not re.findall(r"""(?:src|href)\s*=|https?://|@import|url\(""", PAGE)
     assert "innerHTML" not in PAGE, "what clients say is text, never markup"
-
-
-def test_it_may_load_and_ask_this_server_only() -> None:
     with simulated() as (_, client):
         reply = client.get("/")
         assert reply.headers["content-type"].startswith("text/html")

@@ -69,16 +69,10 @@ class _Vllm(OutsideEngine):
             "enable_prefix_caching": prefix_caching,
         }
 
-    def _offload(
-        self,
-        policy: str,
-        policy_fields: Mapping[str, Any] | None = None,
-        profile: str | None = None,
-        blocks_per_chunk: int = 1,
-        offload_prompt_only: bool = True,
-    ) -> None:
-        """Puts a CPU tier behind the device, see Vllm; on a CPU, and with a policy of ours, vLLM must find this package."""
-        setup, chunk_tokens = self._setup, blocks_per_chunk * self._setup.block_tokens
+    def _offload(self, extra: dict[str, Any]) -> None:
+        """Puts a CPU tier behind the device, see Vllm; on a CPU, and with a policy of ours, vLLM must find this package.
+        extra: of the connector's configuration."""
+        setup, chunk_tokens = self._setup, extra["blocks_per_chunk"] * self._setup.block_tokens
         on_cpu, chunks = setup.device == "cpu", setup.host_tokens // max(chunk_tokens, 1)
         if chunk_tokens < 1 or not chunks:
             raise ConfigError(
@@ -87,17 +81,11 @@ class _Vllm(OutsideEngine):
             )
         self._host_tokens = chunks * chunk_tokens
         chunk_bytes = chunk_tokens * setup.model.kv_bytes_per_token
-        extra: dict[str, Any] = {
-            "cpu_bytes_to_use": chunks * (chunk_bytes if on_cpu else ceil_div(chunk_bytes, PAGE_BYTES) * PAGE_BYTES),
-            "eviction_policy": policy,
-            "blocks_per_chunk": blocks_per_chunk,
-            "offload_prompt_only": offload_prompt_only,
-        }
-        if policy not in THEIRS:
-            extra |= {"policy_fields": dict(policy_fields or {}), "profile": profile, "seed": setup.seed}
+        page_bytes = 1 if on_cpu else PAGE_BYTES
+        extra["cpu_bytes_to_use"] = chunks * ceil_div(chunk_bytes, page_bytes) * page_bytes
         ours = {"kv_connector": "PensieveConnector", "kv_connector_module_path": "pensieve.plugins.vllm"}
         self._fields["kv_transfer_config"] = {
-            **(ours if on_cpu or policy not in THEIRS else {"kv_connector": "OffloadingConnector"}),
+            **(ours if on_cpu or extra["eviction_policy"] not in THEIRS else {"kv_connector": "OffloadingConnector"}),
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
@@ -182,7 +170,9 @@ class Vllm(_Vllm):
         self._sending = threading.Lock()
         self._configure(prefix_caching)
         if policy is not None:
-            self._offload(policy, policy_fields, profile, blocks_per_chunk, offload_prompt_only)
+            own = {"policy_fields": dict(policy_fields or {}), "profile": profile, "seed": setup.seed}
+            theirs = {"blocks_per_chunk": blocks_per_chunk, "offload_prompt_only": offload_prompt_only}
+            self._offload({"eviction_policy": policy, **theirs, **(own if policy not in THEIRS else {})})
 
     def start(self) -> StartReport:
         self.check()
