@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -66,13 +66,6 @@ def buckets_up_to(rows: int) -> tuple[int, ...]:
     return (*(size for size in (1, 2, 4) if size < rows), *range(8, rows, 8), rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    batch: Batch
-    plan: StandingPlan
-    replay: Work
-
-
 class DecodeGraphs:
     """Replays forwards whose rows are all single positions, up to `most_rows` of them.
 
@@ -94,7 +87,7 @@ class DecodeGraphs:
         self._forward, self._pool, self._chunk_tokens, self._scratch = forward, pool, chunk_tokens, scratch
         self.buckets = buckets_up_to(most_rows)
         self.note = ""
-        self._recorded: dict[int, _Bucket] = {}
+        self._recorded: dict[int, tuple[Batch, StandingPlan, Work]] = {}
         device, memory = pool.device, torch.cuda.graph_pool_handle()
         self._token_ids, self._positions, self._write_places = (
             torch.zeros(most_rows, dtype=torch.int64, device=device) for _ in range(3)
@@ -118,7 +111,7 @@ class DecodeGraphs:
                 first = (str(failure).splitlines() or [""])[0]
                 self.note = f"not recorded: {type(failure).__name__}: {first}"
                 break
-            self._recorded[size] = _Bucket(batch, plan, replay)
+            self._recorded[size] = batch, plan, replay
 
     def takes(self, batch: Batch) -> bool:
         """May this batch be replayed?"""
@@ -127,9 +120,9 @@ class DecodeGraphs:
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [rows, vocab] of a batch that `takes` allows, valid until the next run."""
         rows = len(batch.spans)
-        bucket = self._recorded[self.buckets[bisect_left(self.buckets, rows)]]
-        self._fill(bucket.batch, bucket.plan, batch)
-        return bucket.replay()[:rows]
+        static, plan, replay = self._recorded[self.buckets[bisect_left(self.buckets, rows)]]
+        self._fill(static, plan, batch)
+        return replay()[:rows]
 
     def _fill(self, static: Batch, plan: StandingPlan, batch: Batch) -> None:
         """Copy a batch into static buffers, in place: a graph reads the addresses it was recorded with."""

@@ -92,7 +92,8 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 def noise_starts(keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.int64]:
     """Where the noise of each draw begins: a function of its key and position, [draws]."""
     unsigned = np.array([key & (2**64 - 1) for key in keys], dtype=np.uint64)
-    return _mix_array(_mix_array(unsigned) ^ np.array(positions, dtype=np.int64).view(np.uint64)).view(np.int64)
+    mixed = _mix(torch.from_numpy(unsigned.view(np.int64)) + _GAMMA) ^ torch.tensor(positions, dtype=torch.int64)
+    return _mix(mixed + _GAMMA).numpy()
 
 
 def gumbel_noise(starts: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -130,11 +131,3 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
-
-
-def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The same function on the host, with the first counter added."""
-    x = x + np.uint64(_GAMMA + 2**64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1 + 2**64)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2 + 2**64)
-    return x ^ (x >> np.uint64(31))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from array import array
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +57,34 @@ def test_the_split_is_where_computing_and_loading_take_as_long() -> None:
     assert model.choose(*asked) == 10
     for recomputed, seconds in ((10, 10 + 0.25), (0, 15), (30, 30.25)):  # a quarter of a chunk is the new prompt
         assert model.seconds_of_splits(*asked)[recomputed] == pytest.approx(seconds, abs=0.01)
+
+
+def position_by_position(model: RestoreTimes, missing: Any, on_cpu: Any, recomputed: int, backlog: int) -> float:
+    """Iteration after iteration; the first one with a position above a loaded chunk waits for the loads, layer by layer."""
+    positions = (p for start, stop in (*missing, *on_cpu[:recomputed]) for p in range(start, stop))
+    work, loads, cost, now = sorted(positions), len(on_cpu) - recomputed, model.cost, 0.0
+    for at in range(0, len(work), model.batch_tokens):
+        some = work[at : at + model.batch_tokens]
+        took = cost.step_s() + sum(cost.recompute_s(4 * (p // 4) + 4) / 4 for p in some)
+        if loads and some[-1] > on_cpu[recomputed][0]:
+            first = max(now, (backlog + loads / model.layers) * cost.load_s())
+            now, loads = max(first + took, (backlog + loads) * cost.load_s() + took / model.layers), 0
+        else:
+            now += took
+    return now
+
+
+def test_every_split_takes_what_its_iterations_take_one_after_the_other() -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        cost = Cost(rng.choice((0.0, 0.3, 5.0)), 1.0, rng.choice((0.0, 0.01)), rng.choice((0.0, 3.0)))
+        model, count = times(cost, rng.choice((1, 4, 32)), rng.choice((3, 16, 64))), rng.randint(1, 30)
+        on_cpu = sorted(rng.sample(chunks(2 * count), count))
+        free = sorted(set(range(8 * count)) - {p for start, stop in on_cpu for p in range(start, stop)})
+        missing = [*((p, p + 1) for p in sorted(rng.sample(free, rng.choice((0, count))))), (8 * count, 8 * count + 9)]
+        for recomputed, seconds in enumerate(model.seconds_of_splits(missing, on_cpu, backlog := rng.choice((0, 9)))):
+            expected = position_by_position(model, missing, on_cpu, recomputed, backlog)
+            assert seconds == pytest.approx(expected, rel=1e-9), (recomputed, count)
 
 
 def returning(mode: str, hardware: HardwareSpec, tokens: int = 400, budget: int = 32) -> tuple[TurnRecord, Engine]:

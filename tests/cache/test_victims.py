@@ -103,7 +103,14 @@ class WholeRetention(RetentionValue):
     whole_conversations = True
 
 
-@pytest.mark.parametrize("make", [RetentionValue, Lru, Fifo, Belady, ConversationLru, WholeRetention, Ragged])
+class Halved(RetentionValue):
+    """Its score is not the one that the scores it inherits tell."""
+
+    def score(self, bucket: Hashable, order: float, now_s: float) -> float:
+        return 3 * super().score(bucket, order, now_s) - 1
+
+
+@pytest.mark.parametrize("make", [RetentionValue, Lru, Fifo, Belady, ConversationLru, WholeRetention, Ragged, Halved])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_choice_is_what_taking_one_chunk_after_the_other_gives(make: type[EvictionPolicy], seed: int) -> None:
     """Runs that are told at once and merged, held against heaps that are asked anew for each chunk, ties included."""

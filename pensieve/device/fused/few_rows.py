@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,14 @@ _SOURCE = Path(__file__).with_name("rows.c")
 
 def _compiled(dtype: torch.dtype) -> Library:
     return load_library(_SOURCE, (str(dtype).removeprefix("torch.").upper(),))
+
+
+def _function(library: Library, name: str, addresses: int, sizes: int, *others: Any) -> Any:
+    """Of these arguments, and at last how many threads; it returns nothing."""
+    found = getattr(library.functions, name)
+    found.restype = None
+    found.argtypes = [*[ctypes.c_void_p] * addresses, *[ctypes.c_int64] * sizes, *others, ctypes.c_int]
+    return found
 
 
 def serves(dtype: torch.dtype) -> bool:
@@ -42,10 +51,7 @@ class FewRows:
         self._weights, self._type = weights, weights.dtype
         self._bias = None if bias is None else bias.float().contiguous()
         library = _compiled(weights.dtype)
-        self._function = library.functions.linear_few
-        self._function.restype = None
-        self._function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
-        self._parallel = library.threads
+        self._function, self._parallel = _function(library, "linear_few", 4, 3), library.threads
         self._out, self._in = weights.shape
         self._pointers = [weights.data_ptr(), None if self._bias is None else self._bias.data_ptr()]
 
@@ -69,14 +75,8 @@ class RowKernels:
         """dtype: float32 or bfloat16, of everything but a norm's weight, which is float32."""
         library = _compiled(dtype)
         self._parallel, self._dtype = library.threads, dtype
-        self._norm, self._rotate, self._gate = (
-            getattr(library.functions, name) for name in ("rms_norm", "rotate", "gate")
-        )
-        self._norm.restype = self._rotate.restype = self._gate.restype = None
-        sizes = ctypes.c_int64
-        self._norm.argtypes = [*[ctypes.c_void_p] * 3, sizes, sizes, ctypes.c_float, ctypes.c_int]
-        self._rotate.argtypes = [*[ctypes.c_void_p] * 3, *[sizes] * 4, ctypes.c_int]
-        self._gate.argtypes = [*[ctypes.c_void_p] * 2, sizes, sizes, ctypes.c_int]
+        self._norm = _function(library, "rms_norm", 3, 2, ctypes.c_float)
+        self._rotate, self._gate = _function(library, "rotate", 3, 4), _function(library, "gate", 2, 2)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [rows, size], weight [size]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,22 +43,11 @@ def build_gpt2(module: Any, pack: bool) -> FusedModel | str:
     config, body = module.config, module.transformer
     if config.add_cross_attention:
         return "cross-attention"
-    if config.activation_function not in ACTIVATIONS:
-        return f"activation {config.activation_function}"
-    layers = [
-        LearnedLayer(
-            how=_how(index, config.n_head, block.attn.head_dim, block.attn.scaling),
-            norm_1=block.ln_1,
-            qkv=Linear([block.attn.c_attn], pack),
-            out=Linear([block.attn.c_proj], pack),
-            norm_2=block.ln_2,
-            up=Linear([block.mlp.c_fc], pack),
-            activation=config.activation_function,
-            down=Linear([block.mlp.c_proj], pack),
-        )
-        for index, block in enumerate(body.h)
-    ]
-    return _model(body.wte, body.wpe, layers, body.ln_f, Linear([module.lm_head], pack), pack)
+    parts = (
+        (one.attn, one.ln_1, [one.attn.c_attn], one.attn.c_proj, one.ln_2, one.mlp.c_fc, one.mlp.c_proj)
+        for one in body.h
+    )
+    return _model(module, pack, config.n_head, body.wte, body.wpe, parts, body.ln_f)
 
 
 def build_opt(module: Any, pack: bool) -> FusedModel | str:
@@ -67,32 +57,36 @@ def build_opt(module: Any, pack: bool) -> FusedModel | str:
         return "layer norms after the blocks"
     if body.project_in is not None or body.project_out is not None:
         return "projected embeddings"
-    if config.activation_function not in ACTIVATIONS:
-        return f"activation {config.activation_function}"
-    layers = [
-        LearnedLayer(
-            how=_how(index, config.num_attention_heads, block.self_attn.head_dim, block.self_attn.scaling),
-            norm_1=block.self_attn_layer_norm,
-            qkv=Linear([block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj], pack),
-            out=Linear([block.self_attn.out_proj], pack),
-            norm_2=block.final_layer_norm,
-            up=Linear([block.fc1], pack),
-            activation=config.activation_function,
-            down=Linear([block.fc2], pack),
-        )
-        for index, block in enumerate(body.layers)
-    ]
-    head = Linear([module.lm_head], pack)
-    return _model(body.embed_tokens, body.embed_positions, layers, body.final_layer_norm, head, pack)
+
+    def parts_of(block: Any) -> _Parts:
+        own = block.self_attn
+        qkv = [own.q_proj, own.k_proj, own.v_proj]
+        return own, block.self_attn_layer_norm, qkv, own.out_proj, block.final_layer_norm, block.fc1, block.fc2
+
+    tokens, places = body.embed_tokens, body.embed_positions
+    heads, parts = config.num_attention_heads, map(parts_of, body.layers)
+    return _model(module, pack, heads, tokens, places, parts, body.final_layer_norm)
 
 
-def _how(layer: int, heads: int, head_dim: int, scaling: float) -> Attention:
-    return Attention(layer, heads, heads, head_dim, Scores(scaling))
+_Parts = tuple[Any, Any, list[Any], Any, Any, Any, Any]  # attention, norm_1, qkv, out, norm_2, up, down
 
 
-def _model(tokens: Any, places: Any, layers: list[LearnedLayer], norm: Any, head: Linear, pack: bool) -> FusedModel:
+def _model(
+    module: Any, pack: bool, heads: int, tokens: Any, places: Any, parts: Iterable[_Parts], norm: Any
+) -> FusedModel | str:
     """places: the position embeddings; OPT's has an offset before its first."""
-    offset = getattr(places, "offset", 0)
+    activation, offset = module.config.activation_function, getattr(places, "offset", 0)
+    if activation not in ACTIVATIONS:
+        return f"activation {activation}"
+
+    def layer(index: int, own: Any, norm_1: Any, qkv: list[Any], *others: Any) -> LearnedLayer:
+        out, norm_2, up, down = others
+        how = Attention(index, heads, heads, own.head_dim, Scores(own.scaling))
+        joined, rest = Linear(qkv, pack), [Linear([one], pack) for one in (out, up, down)]
+        return LearnedLayer(how, norm_1, joined, rest[0], norm_2, rest[1], activation, rest[2])
+
+    layers = [layer(index, *own) for index, own in enumerate(parts)]
+    head = Linear([module.lm_head], pack)
 
     def begin(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return F.embedding(ids, tokens.weight) + F.embedding(positions + offset, places.weight), None, None

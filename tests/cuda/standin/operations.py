@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,20 +53,12 @@ def perform(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     device = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     to_device = device is not None and device.type == "cuda"
     if ours and func is _ops.copy_.default:
-        return copy(args[0], args[1], _flag(args, kwargs))
-    if ours and func is _ops._foreach_copy_.default:
-        for target, source in zip(args[0], args[1], strict=True):
-            copy(target, source, _flag(args, kwargs))
-        return None
+        return copy(args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
     if (ours or to_device) and func is _ops._to_copy.default:
         return _converted(args[0], device, kwargs)
     if not ours and not to_device:
         return _of_the_host(func, args, kwargs, tensors)
     return _of_the_device(func, args, kwargs, tensors, ours, device)
-
-
-def _flag(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
 
 
 # -- copies ---------------------------------------------------------------------------------------------------------------
@@ -171,7 +162,8 @@ def _of_the_device(
     if func in _INDEXED and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
         machine().waited("a mask as an index")
     if func in _SIZED:
-        _refuse_size(args[_SIZED[func]], kwargs.get("dtype") or (ours[0].dtype if ours else torch.float32))
+        dtype = kwargs.get("dtype") or (ours[0].dtype if ours else torch.float32)
+        machine().refuse_beyond(math.prod(args[_SIZED[func]]) * dtype.itemsize)
     changed = {} if device is None else {"device": CPU}
     changed |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
     inner_args, inner_kwargs = values(args), values({**kwargs, **changed})
@@ -220,10 +212,6 @@ def _refuse_mixture(func: Any, tensors: Sequence[torch.Tensor], ours: Sequence[D
     if func not in _INDEXED:
         raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu in {func}")
     machine().waited("an index on the host, which is copied from pageable memory")
-
-
-def _refuse_size(size: Any, dtype: torch.dtype) -> None:
-    machine().refuse_beyond(math.prod(size) * dtype.itemsize)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -293,8 +281,6 @@ def _numbered(x: Any) -> Any:
 
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DeviceTensor):
-        raise RuntimeError("cannot pin 'torch.cuda' tensors; only dense CPU tensors can be pinned")
     return tensor if machine().pinned_memory(tensor) is not None else machine().pin(tensor.clone())
 
 
@@ -305,20 +291,9 @@ def _tolist(func: Any, args: Any, kwargs: Any) -> Any:
     return on_inner(tensor.inner.tolist)
 
 
-def _indexed(func: Any, args: Any, kwargs: Any) -> Any:
-    """A list as an index: torch makes the tensor on the device by itself, in C++."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if not any(isinstance(part, list | np.ndarray) for part in index):
-        return func(*args, **kwargs)
-    there = (torch.tensor(x).to(CUDA) if isinstance(x, list | np.ndarray) else x for x in index)
-    return func(args[0], tuple(there), *args[2:], **kwargs)
-
-
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     """Which kernel serves is asked of the device in C++."""
     tensors = tensors_in([args, kwargs])
-    if not all(isinstance(x, DeviceTensor) for x in tensors):
-        raise RuntimeError("scaled_dot_product_attention: expected all tensors to be on the same device")
     inner_args, inner_kwargs = values(args), values(kwargs)
 
     def call() -> Any:
@@ -337,7 +312,5 @@ _OF_THE_DEVICE: dict[Any, Callable[[Any, Any, Any], Any]] = {
     torch.Tensor.data_ptr: lambda func, args, kwargs: args[0].inner.data_ptr(),
     torch.Tensor.untyped_storage: lambda func, args, kwargs: args[0].inner.untyped_storage(),
     torch.Tensor.tolist: _tolist,
-    torch.Tensor.__getitem__: _indexed,
-    torch.Tensor.__setitem__: _indexed,
     torch.nn.functional.scaled_dot_product_attention: _attention,
 }

@@ -60,19 +60,14 @@ class Event:
         self.clock, self._queries, self._at_s = dict(stream.actor.clock), 0, time.perf_counter()
         self.in_capture = machine().capture is not None
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or machine().stream).wait_event(self)
-
     def query(self) -> bool:
         machine().refuse_in_capture("event.query()")
-        if self.clock is None:
-            return True
-        host = machine().host
-        if any(host.clock.get(number, 0) < time for number, time in self.clock.items()):
+        host, clock = machine().host, self.clock or {}
+        if any(host.clock.get(number, 0) < time for number, time in clock.items()):
             self._queries += 1
             if self._queries <= machine().lag:
                 return False
-            host.learn(self.clock)
+            host.learn(clock)
         return True
 
     def synchronize(self) -> None:
@@ -80,10 +75,7 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds of the host's own clock: the device has none."""
-        if not (self._timing and other._timing):
-            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        if self.clock is None or other.clock is None:
-            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        assert self._timing and other._timing and self.clock is not None and other.clock is not None
         return 1e3 * (other._at_s - self._at_s)
 
 
