@@ -9,11 +9,11 @@ from statistics import fmean
 from typing import Any
 
 import pandas as pd
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from analysis import style
-from analysis.forms import Bars, Form, Side
-from analysis.quantities import Quantity, found_pct, moved, over_seeds
+from analysis.forms import Bars, Form
+from analysis.quantities import found_pct, moved, over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
@@ -85,7 +85,6 @@ def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell]
     closed, papers = ratio and _in_percent(ratio), policies.get(PAPERS)
     more = None if papers is None or name == PAPERS else found_more(source.turns(cell), source.turns(papers))
     none = Estimate(0.0, None, None, hits.n, hits.groups)
-    own = {"eviction", "hit_pct", "bound_pct", "gap_closed_pct", f"more_than_{PAPERS}_pct"}
     return {
         "eviction": name,
         "size": size,
@@ -93,7 +92,7 @@ def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell]
         "bound_pct": bound,
         "gap_closed_pct": closed or none,
         f"more_than_{PAPERS}_pct": more and _in_percent(more),
-        **{one.name: one.found(source, cell) for one in form.quantities if one.name not in own},
+        **{one.name: one.found(source, cell) for one in form.quantities if one.how},
         "trials": cell.ids,
         "_section": f"{size and f'{size}: '}{START} {first.value:.1f} % of history, bound {bound:.1f} %",
         "_name": name,
@@ -112,17 +111,6 @@ def _in_percent(ratio: Estimate) -> Estimate:
 RATE = "workload.request_rate"
 MOVED = ("ttft_ratio", "latency_ratio", "found_points")
 TIMES = ("ttft_ms", "normalized_latency_ms")
-
-_HEADS = ("first token,\nmean (ratio)", "latency a token,\nmean (ratio)", "history found\n(points)")
-SIDES = [
-    Side(
-        says=says,
-        quantities=[Quantity(name=name, prefix=f"{name}_")],
-        origin=1.0 if "ratio" in name else 0.0,
-        mark=mark,
-    )
-    for name, says, mark in zip(MOVED, _HEADS, ("", "", "bound_points"), strict=True)
-]
 
 
 class Choice(BaseModel, extra="forbid"):
@@ -143,11 +131,6 @@ class Changes(Bars):
 
     choices: dict[str, Choice]
     rows: str = "analysis.policies.changes"
-    sides: list[Side] = Field(SIDES)
-    lead: str = (
-        "Bars: against {reference}, whose own means stand beside it, over the same turns, with the 95 % interval over seeds "
-        "and conversations"
-    )
 
 
 def varied(source: Source, choices: Mapping[str, str]) -> str | None:

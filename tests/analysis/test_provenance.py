@@ -28,7 +28,6 @@ def change(store, baseline, **columns):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"simulated": True}, "simulated and real trials"),
         ({"contended": True}, r"shared their device with others \(2, 4\).*trial.exclusive=true"),
         ({"weights": "hub"}, "random and trained weights"),
         ({"flags": {"contaminated": "It held."}}, "an earlier run had asked.*start it anew"),

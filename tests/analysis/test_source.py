@@ -16,22 +16,6 @@ def chat(store, axes, **columns):
     return fill(store, axes, lambda at, seed: CHAT, **columns)
 
 
-def test_what_is_drawn_along_makes_cells_and_the_rest_makes_panels(store):
-    axes = {"cache": ["tiny", "small"], "workload.request_rate": ["2.0", "0.5"], "baseline": ["pensieve", "stateless"]}
-    source = chat(store, axes)
-    panels = source.panels("workload.request_rate")
-    assert [dict(panel.group) for panel in panels] == [{"cache": "tiny"}, {"cache": "small"}]
-    assert panels[0].values("workload.request_rate") == ["0.5", "2.0"]
-    assert panels[0].baselines == ["pensieve", "stateless"]
-    assert {(cell.baseline, cell.at["workload.request_rate"]) for cell in panels[0].of("stateless")} == {
-        ("stateless", "0.5"),
-        ("stateless", "2.0"),
-    }
-    assert [len(cell.trials) for panel in panels for cell in panel.cells] == [2] * 8  # seeds
-    assert len(source.panels()) == 4
-    assert len(source.panels("cache", "workload.request_rate")) == 1
-
-
 def test_what_did_not_complete_is_left_out_and_said(store):
     source = chat(store, {"baseline": ["pensieve"]}, command="run.py -m")
     failed = store.begin_trial(trial_fields("x", baseline="stateless"))

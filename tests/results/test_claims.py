@@ -96,14 +96,14 @@ def both(ours=FAST, theirs=SLOW, **kw):
     return sweep({"pensieve": ours, "stateless": theirs}, **kw)
 
 
-@pytest.mark.parametrize(("turn_", "expected"), [(2, 2.0), ("first", 1.0), ("last", 3.0), (None, 140 / 60)])
-def test_speedup_is_theirs_over_ours_at_a_turn(turn_, expected):
-    found = measure(both(), "speedup", theirs="stateless", turn=turn_)
-    assert found.value == pytest.approx(expected)
-    assert (found.ci_low, found.ci_high) == (pytest.approx(expected), pytest.approx(expected))
-    assert (found.n, found.groups) == (20, 5)
+def test_speedup_is_theirs_over_ours_at_a_turn():
+    store = both()
+    for turn_, expected in ((2, 2.0), ("first", 1.0), ("last", 3.0), (None, 140 / 60)):
+        found = measure(store, "speedup", theirs="stateless", turn=turn_)
+        assert (found.value, found.ci_low, found.ci_high) == pytest.approx((expected, expected, expected))
+        assert (found.n, found.groups) == (20, 5)
     with pytest.raises(MissingSeries, match="no conversation has ttft_ms at turn 9 in both"):
-        measure(both(), "speedup", theirs="stateless", turn=9)
+        measure(store, "speedup", theirs="stateless", turn=9)
 
 
 def staged(ours, theirs=1.0, phase="warmed"):
@@ -204,25 +204,18 @@ def test_throughput_at_latency_is_read_between_rates():
 TEN_MS, THIRTY_MS = talk(10.0, 10.0), talk(30.0, 30.0)
 
 
-@pytest.mark.parametrize(
-    ("changed", "verdict", "why", "measured"),
-    [
+def test_verdicts_of_a_sweep():
+    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
+    for changed, verdict, why, value in (
         ({}, "holds", "within the claim", 3.0),
         ({"claimed": {"high": 1.0}}, "fails", "above the claim", 3.0),
-        (
-            {"against": ["vllm", "gpu_only"]},
-            "not comparable",
-            "no completed trial of vllm or gpu_only in this sweep",
-            None,
-        ),
+        ({"against": ["vllm", "gpu_only"]}, "not comparable", "no completed trial of vllm or gpu_only", None),
         ({"conditions": {"model": ["opt_13b"]}}, "not comparable", "model is tiny here, claimed for opt_13b", 3.0),
         ({"conditions": {"workload": ["hotness"]}}, "not comparable", "", None),  # another question
-    ],
-)
-def test_verdicts_of_a_sweep(changed, verdict, why, measured):
-    [one] = judge_sweep(sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS}), 1, [claim(**changed)])
-    assert one.verdict == verdict and why in one.why
-    assert (one.measured and one.measured.found.value) == (measured and pytest.approx(measured))
+    ):
+        [one] = judge_sweep(store, 1, [claim(**changed)])
+        assert one.verdict == verdict and why in one.why
+        assert (one.measured and one.measured.found.value) == (value and pytest.approx(value))
 
 
 def test_of_several_workloads_those_that_the_claim_is_about_are_taken():
@@ -255,9 +248,8 @@ def measured(low, high, value=None, seeds=3, n=18):
     return Measured(Estimate(value, low, high, n, seeds), "conversations")
 
 
-@pytest.mark.parametrize(
-    ("claimed", "low", "high", "verdict", "word"),
-    [
+def test_a_claim_holds_or_fails_only_where_the_whole_interval_does():
+    for claimed, low, high, verdict, word in (
         (RANGE, 1.5, 2.5, "holds", "within"),
         (RANGE, 2.6, 3.0, "fails", "above"),
         (RANGE, 1.0, 1.4, "fails", "below"),
@@ -267,11 +259,9 @@ def measured(low, high, value=None, seeds=3, n=18):
         (ABOVE, 1.0, 1.9, "fails", "below"),
         (BELOW, -0.5, 1.0, "holds", "within"),
         (BELOW, 0.9, 1.1, "inconclusive", "across"),
-    ],
-)
-def test_a_claim_holds_or_fails_only_where_the_whole_interval_does(claimed, low, high, verdict, word):
-    found, why = judge(claimed, measured(low, high), [])
-    assert found == verdict and word in why
+    ):
+        found, why = judge(claimed, measured(low, high), [])
+        assert found == verdict and word in why
 
 
 def test_what_comes_before_the_interval():

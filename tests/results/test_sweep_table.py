@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.console import Console
 from pensieve.lab.results.compare_trials import compare_trials, select_trials
 from pensieve.lab.results.frame import footer
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.sweep_table import SweepRow, sweep_table
+from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.trial.sweep import summary
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
@@ -24,33 +23,6 @@ SLOW = [40.0, 60.0, 80.0, 100.0, 120.0, 150.0]
 @pytest.fixture
 def store() -> ResultsStore:
     return ResultsStore(MEMORY)
-
-
-def sweep_of(store: ResultsStore, ttft: dict[str, Sequence[float]], seeds: int = 2) -> int:
-    sweep = open_sweep(store, n_expected=seeds * len(ttft), seed="0,1", baseline=",".join(ttft))
-    jobs = [(seed, baseline) for seed in range(seeds) for baseline in ttft]
-    for job, (seed, baseline) in enumerate(jobs):
-        add_trial(store, sweep, job, baseline, conversation_turns(ttft[baseline]), seed=seed)
-    return sweep
-
-
-def by_baseline(store: ResultsStore, sweep: int) -> dict[str, SweepRow]:
-    return {row.baseline: row for row in sweep_table(store, sweep).rows}
-
-
-def test_columns_are_taken_from_the_measured_turns(store: ResultsStore) -> None:
-    rows = by_baseline(store, sweep_of(store, {"pensieve": FAST, "stateless": SLOW}))
-    ours, theirs = rows["pensieve"], rows["stateless"]
-    assert (ours.trials, ours.group) == (2, {})
-    # Three conversations at 1.0, 1.1 and 1.2 times the list. Warm-up took 900 ms.
-    mean = (1.0 * 1.1 * 1.2) ** (1 / 3)
-    for row, ttft in ((ours, FAST), (theirs, SLOW)):
-        assert row.ttft_last_ms == pytest.approx(mean * ttft[5])
-    assert theirs.beside_ours is not None
-    assert theirs.beside_ours.value == pytest.approx(3.0)
-    assert theirs.beside_ours.n == 6
-    assert ours.beside_ours is None
-    assert [ours.metrics[f"{name}_rate"] for name in ("gpu_hit", "cpu_hit", "miss")] == [0.5, 0.25, 0.25]
 
 
 def test_what_a_swept_overlay_chose_makes_groups(store: ResultsStore) -> None:
