@@ -141,21 +141,18 @@ class AttentionGrid:
 
 @dataclass(frozen=True, eq=False)
 class KernelTable:
-    """One card, one model, one degree of tensor parallelism. layers: seconds over tokens; heads: over sequences.
+    """One card, one model, one degree of tensor parallelism: its file below tables/, which names source and licence.
 
-    skew: of decodes of unequal length, the share of the way from the time at their mean KV to that at the longest one's; None
-    where nobody measured it.
+    layers: seconds over tokens; heads: over sequences. skew: of decodes of unequal length, the share of the way from the time
+    at their mean KV to that at the longest one's; None where nobody measured it.
     """
 
     name: str
-    card: str
     shape: Shape
     layers: Mapping[str, Curve]
     heads: Mapping[str, Curve]
     attention: AttentionGrid | None
     skew: float | None
-    source: str
-    licence: str
 
 
 @lru_cache(maxsize=8)
@@ -163,10 +160,7 @@ def tables_of(card: str) -> tuple[KernelTable, ...]:
     """All of a card. Raises ConfigError where there are none."""
     folder = files("pensieve.sim.tables") / card
     if not folder.is_dir():
-        known = sorted(
-            each.name for each in files("pensieve.sim.tables").iterdir() if each.is_dir() and each.name[0] != "_"
-        )
-        raise ConfigError(f"There are no kernel tables of {card!r}; there are those of {', '.join(known)}.")
+        raise ConfigError(f"There are no kernel tables of {card!r}; pensieve/sim/tables has a folder for each card.")
     names = sorted(each.name for each in folder.iterdir() if each.name != "all_reduce.json.gz")
     return tuple(_table(f"{card}/{name.removesuffix('.json.gz')}", read(f"{card}/{name}")) for name in names)
 
@@ -198,14 +192,11 @@ def read(name: str) -> dict[str, Any]:
 def _table(name: str, content: Mapping[str, Any]) -> KernelTable:
     return KernelTable(
         name=name,
-        card=content["card"],
         shape=Shape(**content["shape"]),
         layers=_curves(content["dense"], "tokens"),
         heads=_curves(content["per_sequence"], "sequences") if "per_sequence" in content else {},
         attention=AttentionGrid(content["attention"]) if "attention" in content else None,
         skew=content.get("skew"),
-        source=content["source"],
-        licence=content["licence"],
     )
 
 

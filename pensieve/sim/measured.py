@@ -146,9 +146,6 @@ class MeasuredCost(Machine):
             "terms": {
                 "projections": {
                     "table": table.name,
-                    "card": table.card,
-                    "source": table.source,
-                    "licence": table.licence,
                     "scaled_from": None if table.shape == self._shape else asdict(table.shape),
                 },
                 "head": self._kernels.head_source,
@@ -376,9 +373,6 @@ class _MeasuredAttention:
         table = self._table
         return {
             "table": table.name,
-            "card": table.card,
-            "source": table.source,
-            "licence": table.licence,
             "cells": self._grid.measured,
             "scaled_from": None if _same_attention(table.shape, self._shape) else asdict(table.shape),
             "skew": self._skew,
