@@ -129,10 +129,10 @@ def measured(said):
 
 @pytest.mark.parametrize("manager", MANAGERS)
 def test_no_manager_beats_its_bound(manager):
-    found = [within_its_bound(manager, chance) for chance in range(150)]
+    found = [within_its_bound(manager, chance) for chance in range(80)]
     own, shared = (sum(counts) for counts in zip(*found, strict=True))
-    assert own > 200 or manager == "stateless"
-    assert (shared > 50) == (manager in ("pensieve_shared", "prefix_cache", "vllm_offload", "llama_slots"))
+    assert own > 100 or manager == "stateless"
+    assert (shared > 25) == (manager in ("pensieve_shared", "prefix_cache", "vllm_offload", "llama_slots"))
 
 
 def within_its_bound(manager, chance):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -111,9 +109,9 @@ def test_without_openmp_it_runs_on_one_thread(source, monkeypatch):
 
 def test_small_numbers_stay_numbers():
     """Linking with -ffast-math would make the whole process flush denormal numbers to zero."""
-    code = (
-        "import torch; from pensieve.device.kernels.native import NativeBackend; "
-        "NativeBackend(64); print(float(torch.tensor(1e-40) * 0.5) > 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+    import torch
+
+    from pensieve.device.kernels.native import NativeBackend
+
+    NativeBackend(64)
+    assert float(torch.tensor(1e-40) * 0.5) > 0

@@ -31,6 +31,7 @@ def test_a_load_puts_every_baseline_beside_the_roofline_ratio(tmp_path, monkeypa
     bench = make_bench("serve", tmp_path)
     bench.hardware = HardwareConfig.model_validate(read_option("hardware", "sim_h100"))
     bench.machine = find_device(bench.hardware)
+    monkeypatch.setattr(serve, "BASELINES", (serve.OURS, serve.WORST, serve.PEER))
     monkeypatch.setattr(serve, "loads", lambda gpu: [serve.Load("sharegpt", CHAT, "8192 tokens", "8192 tokens")])
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         serve.run(bench)
@@ -44,7 +45,7 @@ def test_a_load_puts_every_baseline_beside_the_roofline_ratio(tmp_path, monkeypa
     assert found.floor == pytest.approx(ratio * ran["stateless"].value)
     assert {"times_stateless", "ttft_ms_p50_turn_1"} < ran["pensieve"].figures.keys()
     jobs = bench.tracking.store.trials_of_sweep(bench.sweep_id)
-    assert [job.last.workload for job in jobs] == ["sharegpt"] * 4 + ["bench_serve"] * 5
+    assert [job.last.workload for job in jobs] == ["sharegpt"] * 2 + ["bench_serve"] * 3
     assert jobs[0].last.id == ran["pensieve"].engine["trial"]
     (gap,) = bench.gaps
     assert "no peer ran beside it (transformers_cb: " in gap

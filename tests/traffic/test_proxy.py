@@ -68,8 +68,9 @@ def pair(answer):
                 break
             data += piece
         got.append(data)
-        for place in range(0, len(answer), 7):
-            writer.write(answer[place : place + 7])
+        step = 7 + len(answer) // 100
+        for place in range(0, len(answer), step):
+            writer.write(answer[place : place + step])
             await writer.drain()
             await asyncio.sleep(0)
         if b"hold" in data:

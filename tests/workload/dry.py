@@ -29,6 +29,9 @@ MAKERS: dict[str, Callable[[WorkloadContext], Workload]] = {
     "sharegpt users": lambda at: sharegpt_workload(at, users=4, conversations=6, max_turns=4, timeout_s=7.0),
     "rounds system": lambda at: RoundsWorkload(at, conversations=4, system_tokens=9, at_once=2, timeout_s=7.0),
     "rounds": lambda at: RoundsWorkload(at, conversations=3, rounds=2, order="random", timeout_s=7.0),
+    "rounds pressed": lambda at: RoundsWorkload(
+        at, conversations=9, rounds=3, order="random", at_once=5, timeout_s=7.0
+    ),
     "agents": lambda at: AgentsWorkload(at, agents=2, steps=2, timeout_s=7.0),
     "prefix": lambda at: PrefixInvalidationWorkload(at, blocks="64/32", rounds=2, timeout_s=7.0),
     "decode": lambda at: DecodeWorkload(at, iterations=7, timeout_s=7.0),
@@ -65,13 +68,3 @@ def drive(workload: Workload, service_s: float = 1.0, fail: Container[tuple[str,
 
 def measured(arrivals: Iterable[Arrival]) -> list[Arrival]:
     return [arrival for arrival in arrivals if is_measured(arrival.request.phase)]
-
-
-def most_at_once(arrivals: Iterable[Arrival], service_s: float = 1.0) -> int:
-    """Of requests that take so long each."""
-    events = sorted([(a.at_s, 1) for a in arrivals] + [(a.at_s + service_s, -1) for a in arrivals])
-    busy = most = 0
-    for _, change in events:
-        busy += change
-        most = max(most, busy)
-    return most

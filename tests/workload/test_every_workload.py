@@ -4,7 +4,6 @@ from array import array
 from collections import Counter
 from dataclasses import replace
 from hashlib import sha256
-from itertools import pairwise
 
 import pytest
 
@@ -33,6 +32,7 @@ ASKED = {
     "sharegpt users": "b7497550e5de1ed6",
     "rounds system": "4282107cb27363bf",
     "rounds": "46126b72d03557e9",
+    "rounds pressed": "41977f80f1cf8778",
     "agents": "4b7e1ef150502a25",
     "prefix": "ec5fc6eb9e406806",
     "decode": "d163609eeb76111e",
@@ -125,40 +125,10 @@ def test_a_field_out_of_range_is_refused_by_name(name, field):
 
 
 def test_the_live_set_is_the_multiple_that_was_asked_of_both_tiers():
-    at = replace(context(gpu_tokens=1000), cpu_tokens=3000)
-    for pressure in (0.5, 1.8, 3.7):
-        workload = RoundsWorkload(at, pressure=pressure, rounds=5, message_tokens=40, reply_tokens=10)
-        plan, arrivals = workload.describe(), drive(workload)
-        each = 5 * 50 - 1
-        assert pressure * 4000 <= plan.working_set_tokens < pressure * 4000 + each
-        said = sum(len(a.due().prompt) + a.request.output.tokens for a in arrivals if a.request.phase != "warmup")
-        assert plan.working_set_tokens == said - plan.sessions
-        assert len(arrivals) == plan.turns
-        assert sum(a.request.phase == "warmup" for a in arrivals) == plan.warmup_turns == 2
-
-
-@pytest.mark.parametrize("at_once", [1, 3, 7])
-def test_so_many_are_under_way_and_each_conversation_once(at_once):
-    workload = RoundsWorkload(context(), conversations=4, rounds=3, order="random", at_once=at_once)
-    arrivals = [a for a in drive(workload) if a.request.phase != "warmup"]
-    times = [a.at_s for a in arrivals]
-    assert max(times.count(at) for at in times) == min(at_once, 4)
-    for name in {a.request.session for a in arrivals}:
-        turns = [(a.at_s, a.request.turn) for a in arrivals if a.request.session == name]
-        assert [turn for _, turn in turns] == [1, 2, 3]
-        assert all(b - a >= 1.0 for (a, _), (b, _) in pairwise(turns))
-
-
-def test_the_next_turn_waits_for_the_reply_and_a_think_time_that_the_system_cannot_change():
-    def gaps(service_s):
-        arrivals = measured(drive(ChatWorkload(context(), think_time_s=0.4), service_s))
-        at = {(arrival.request.session, arrival.request.turn): arrival.at_s for arrival in arrivals}
-        return {key: at[key] - (at[key[0], key[1] - 1] + service_s) for key in at if key[1] > 1}
-
-    fast, slow = gaps(0.1), gaps(5.0)
-    assert fast.keys() == slow.keys()
-    assert all(abs(fast[key] - slow[key]) < 1e-9 and fast[key] > 0 for key in fast)
-    assert 0.3 < sum(fast.values()) / len(fast) < 0.55
+    at, each = replace(context(gpu_tokens=1000), cpu_tokens=3000), 5 * 50 - 1
+    for pressure in (0.5, 3.7):
+        plan = RoundsWorkload(at, pressure=pressure, rounds=5, message_tokens=40, reply_tokens=10).describe()
+        assert pressure * 4000 <= plan.working_set_tokens == plan.sessions * each < pressure * 4000 + each
 
 
 def test_a_conversation_ends_before_it_outgrows_the_context():

@@ -1,4 +1,4 @@
-"""WEKA's sessions of agents: what is shared, what is paused, who waits for whom; and what is published of the real ones."""
+"""WEKA's sessions of agents: what is shared, what is paused, who waits for whom."""
 
 import json
 
@@ -10,7 +10,6 @@ from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.playback import Begun
 from pensieve.lab.workload.trace import trace_workload
 from tests.scripted import ScriptedSystem, context
-from tests.shared_data import shared
 from tests.workload.dry import drive, measured
 
 
@@ -146,27 +145,3 @@ def test_a_malformed_session_is_named_and_counted(tmp_path, requests, reason):
     with pytest.raises(MalformedInput, match=rf"x\.json:1: .*{reason}"):
         load(tmp_path, "weka")
     assert (load(tmp_path, "weka", "skip").malformed, len(load(tmp_path, "weka", "skip").conversations)) == (1, 1)
-
-
-# The real sessions
-
-
-@pytest.fixture(scope="module")
-def real():
-    return load(shared("weka"), "weka")
-
-
-@pytest.mark.slow
-def test_published_statistics(real):
-    facts = real.facts
-    assert facts["sessions_in_file"] == 159 and facts["sub_agents"] == 3
-    assert (facts["requests_n"], facts["requests_s"]) == (5_258, 1_723)
-    assert facts["requests_n"] + facts["requests_s"] + facts["sub_agents"] == 6_984
-    assert (facts["stop_tool_use"], facts["stop_end_turn"], facts["stop_empty"]) == (5_701, 401, 879)
-    after = {"tool_use": [], "end_turn": []}
-    for one in real.conversations:
-        for before, later in zip(one.calls, one.calls[1:], strict=False):
-            if before.hint is not None:
-                after[before.hint.stop_reason].append(later.pause_s > 60.0)
-    shares = {reason: sum(late) / len(late) for reason, late in after.items()}
-    assert shares == pytest.approx({"tool_use": 0.12, "end_turn": 0.74}, abs=0.01)

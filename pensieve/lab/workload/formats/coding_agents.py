@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -39,7 +40,6 @@ SESSION_IDS = 2**24
 
 
 class _Request(Entry):
-    type: str
     t: float = Field(ge=0)
     prompt: Positive = Field(alias="in")
     reply: Whole = Field(alias="out")
@@ -81,30 +81,26 @@ class Weka(_Agent):
 def weka(reader: Reader) -> Recording:
     """The path is one file, or a folder of them."""
     sessions: dict[str, list[Conversation]] = {}
-    facts: Counter[str] = Counter()
 
-    def parse(row: Any) -> tuple[str, list[Conversation], Counter[str]]:
+    def parse(row: Any) -> tuple[str, list[Conversation]]:
         file = _File(Weka.model_validate(row))
-        return file.name, file.conversations(file.row, file.name), file.facts
+        return file.name, file.conversations(file.row, file.name)
 
     for file in reader.files("*.json"):
-        for name, conversations, counted in reader.entries(parse, file):
+        for name, conversations in reader.entries(parse, file):
             if name in sessions:
                 reader.reject(str(file), f"two files have the id of {name}")
                 continue
             sessions[name] = conversations
-            facts += counted
-    all_of_them = tuple(one for conversations in sessions.values() for one in conversations)
-    counts = {"sessions_in_file": len(sessions), **dict(sorted(facts.items()))}
-    return Recording(all_of_them, WEKA, counts, one_clock=False)
+    all_of_them = tuple(chain.from_iterable(sessions.values()))
+    return Recording(all_of_them, WEKA, {"sessions_in_file": len(sessions)}, one_clock=False)
 
 
 class _File:
-    """A session of a file. facts: what it has of each kind."""
+    """A session of a file."""
 
     def __init__(self, row: Weka) -> None:
         self.row, self.name = row, f"weka-{row.id}"
-        self.facts: Counter[str] = Counter()
         self._base = _digest("weka", "session", self.name) >> 24 << 24
 
     def conversations(
@@ -122,7 +118,6 @@ class _File:
             if isinstance(request, _SubAgent):
                 if not calls:
                     raise ValueError("a sub-agent comes before the first request")
-                self.facts["sub_agents"] += 1
                 began_s = max(0.0, request.t - (request.duration_ms or 0.0) / 1e3)
                 turn = sum(end <= began_s for end in ends_s) or 1
                 waited_s = max(0.0, began_s - ends_s[turn - 1])
@@ -157,8 +152,6 @@ class _File:
             )
             ends_s.append(request.t + max(0.0, request.api_time or 0.0))
             before, joining = request, []
-            self.facts["requests_of_sub_agents" if begun else f"requests_{request.type}"] += 1
-            self.facts[f"stop_{request.stop or 'empty'}"] += begun is None
         if not calls:
             raise ValueError(f"{name} has no request")
         return [Conversation(name, tuple(calls), begun), *others]
