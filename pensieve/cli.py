@@ -106,7 +106,7 @@ def chat() -> int:
 
 def profile() -> int:
     """Measure this machine for its cost model and for simulating it: [group=option] [profile.to=FILE]."""
-    return _live("profile", "pensieve.lab.commands.profile", "profile")
+    return _live("profile", "pensieve.lab.trial.machine", "profile")
 
 
 def _live(verb: str, module: str, function: str) -> int:

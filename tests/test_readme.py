@@ -98,9 +98,17 @@ def test_every_policy_is_in_the_page_that_the_readme_sends_to():
 
 @pytest.mark.slow
 def test_the_simulated_sweep_runs_and_is_compared_drawn_and_reported_as_typed(tmp_path):
-    """With one of its five seeds: its other trials differ in nothing that is typed. `ui` of make's line is a server."""
+    """With one of its five seeds and a third of its conversations: no more is typed. `ui` of make's line is a server."""
     outputs = tmp_path / "outputs"
-    swept = typed("runners/run.py", *SIMULATED[0], "seed=0", "tracking.mlflow=false", outputs=outputs, cwd=CHECKOUT)
+    swept = typed(
+        "runners/run.py",
+        *SIMULATED[0],
+        "seed=0",
+        "workload.conversations=80",
+        "tracking.mlflow=false",
+        outputs=outputs,
+        cwd=CHECKOUT,
+    )
     assert swept.returncode == 0, swept.stderr
     assert "stateless" in swept.stdout
     [(program, *arguments)] = [words[1:] for words in COMMANDS if words[1] == "runners/compare.py"]

@@ -52,6 +52,11 @@ found = loaded(*ENGINES, "pandas", "matplotlib", "scipy.stats", "huggingface_hub
 assert not found, found
 assert "Database:" in text, text
 
+from tests.trial.test_identity import CPU, identity
+assert identity(*CPU).fingerprint
+found = loaded("torch", "transformers")
+assert not found, ("the identity of a real trial", found)
+
 import importlib.util
 if importlib.util.find_spec("fastapi"):
     import pensieve.serve.server.app

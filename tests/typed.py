@@ -18,6 +18,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+from contextlib import nullcontext
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TextIO
@@ -118,7 +119,7 @@ def _run(
         warnings.simplefilter("ignore", hidden)
     warnings.showwarning = _show
     if not figures:
-        sweep.draw_figures = lambda *_: []
+        sweep.drawing = lambda *_: nullcontext(list)
     GlobalHydra.instance().clear()
     mlflow_runs.say_not_logged.cache_clear()
     os.environ.clear()

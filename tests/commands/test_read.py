@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from pensieve.errors import ResultsError
-from pensieve.lab.commands.read import conversation_of, side_by_side
+from pensieve.lab.commands.results import conversation_of, side_by_side
 from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.tokens import read_tokens
 from pensieve.lab.trial.job import Job, open_tracking
@@ -23,7 +23,7 @@ def ran(tmp_path, monkeypatch):
     tracking = replace(open_tracking(checked("tracking=local").tracking), mlflow=False)
     words = ("tracking=local", *SHORT)
     job = Job("test", tracking.outputs / "runs" / "x", resolved(composed(*words)))
-    outcome = run_trial(job, tracking, lambda text: None)
+    outcome = run_trial(job, tracking)
     assert outcome.completed, outcome.error
     return tracking.store, outcome.trial_id
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +44,7 @@ MAP = (f"size.gpu={listed(GPU)}", f"size.cpu={listed(CPU)}", "size.processes=1",
 @pytest.fixture
 def outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    monkeypatch.setattr("pensieve.lab.commands.size.draw_figures", lambda *_: [])
+    monkeypatch.setattr("pensieve.lab.commands.size.drawing", lambda *_: nullcontext(list))
     return tmp_path
 
 
@@ -89,7 +90,7 @@ def test_a_cell_is_the_trial_of_the_ordinary_command_and_the_map_says_what_its_r
         assert one.gpu_tokens == int(GPU[place[0]].split()[0]) and one.cpu_tokens == int(CPU[place[1]].split()[0])
     sizes = (f"cache.gpu={GPU[0]}", f"cache.cpu={CPU[-1]}")
     alone = composed(*LOAD, "seed=3", *sizes, "cache=demo", "tracking.mlflow=false", name="config")
-    again = run_trial(Job("", outputs / "x", resolved(alone)), open_tracking(check(alone).tracking), print)
+    again = run_trial(Job("", outputs / "x", resolved(alone)), open_tracking(check(alone).tracking))
     assert again.reused, "a cell is the trial that runners/run.py would run"
 
 
@@ -97,11 +98,11 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     begun = []
     real = run_module.run_trial
 
-    def third_is_interrupted(job, tracking, say):
+    def third_is_interrupted(job, tracking):
         begun.append(job.number)
         if len(begun) == 3:
             raise KeyboardInterrupt
-        return real(job, tracking, say)
+        return real(job, tracking)
 
     monkeypatch.setattr(run_module, "run_trial", third_is_interrupted)
     two = ("size.gpu=[1024 tokens,4096 tokens]", "size.cpu=[0 tokens,4096 tokens]", "size.seeds=[3]")

@@ -18,16 +18,8 @@ REFUSED = [
     (("+sead=3",), ConfigError, ["The field sead is unknown; did you mean seed?"]),
     (("seed=x",), ConfigError, ["seed='x' cannot be used"]),
     (("scheduler.swap_out_stop=0.1",), ConfigError, ["must not be below scheduler.swap_out_start"]),
-    (
-        ("trial.isolate=maybe",),
-        ConfigError,
-        ["isolate='maybe' cannot be used", "Input should be 'auto'"],
-    ),
-    (
-        ("hardware.replicas=4",),
-        ConfigError,
-        ["replicas need a router: set hardware.router=affinity"],
-    ),
+    (("trial.isolate=maybe",), ConfigError, ["isolate='maybe' cannot be used", "Input should be 'auto'"]),
+    (("hardware.replicas=4",), ConfigError, ["replicas need a router: set hardware.router=affinity"]),
     (
         ("hardware.terms.projections=h100", "hardware.terms.attention=roofline"),
         ConfigError,
@@ -48,11 +40,7 @@ REFUSED = [
     ((*TWO, "baseline=llama_cpp"), ConfigError, [*DIVIDED, "baseline=llama_cpp"]),
     ((*REPLICAS, "baseline=llama_cpp"), ConfigError, ["starts replicas", "change one of the two"]),
     ((*AUTO, "baseline=gpu_only", "baseline.kv_budget=total"), ConfigError, ["kv_budget=total"]),
-    (
-        (*AUTO, "model=llama2_70b"),
-        HardwareMissing,
-        ["80.0 GiB on sim_a100_80g", "raise hardware.memory_share"],
-    ),
+    ((*AUTO, "model=llama2_70b"), HardwareMissing, ["80.0 GiB on sim_a100_80g", "raise hardware.memory_share"]),
     # -- before it starts
     (("cache.gpu='32 tokens'",), CapacityError, ["cache.gpu='32 tokens'", '"128 tokens"']),
     (("cache.gpu='512 tokens'",), CapacityError, ["longest conversation", "cache.gpu"]),

@@ -8,8 +8,7 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pensieve.errors import WeightsMissing
-from pensieve.lab.compose.model_files import build_tokenizer, has_tokenizer, model_config, read_tokenizer
-from pensieve.lab.compose.settings import ModelConfig
+from pensieve.lab.compose.model_files import ModelConfig, build_tokenizer, has_tokenizer, model_config, read_tokenizer
 from tests.chat import LLAMA_3, MERGES, save_tokenizer
 from tests.hub_cache import fill, unreachable
 

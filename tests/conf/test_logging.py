@@ -19,8 +19,9 @@ def root():
     found.handlers[:], found.level = handlers, level
 
 
-@pytest.mark.parametrize("config", ["config", "bench"])
-@pytest.mark.parametrize("part", ["hydra_logging", "job_logging"])
+@pytest.mark.parametrize(
+    ("config", "part"), [("config", "hydra_logging"), ("config", "job_logging"), ("bench", "job_logging")]
+)
 def test_warnings_reach_the_terminal(config, part, root, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ours = logging.getLogger("pensieve.a_module_imported_before")

@@ -3,7 +3,8 @@
 import pytest
 
 from pensieve.lab.compose.conf import conf_folder, options, read_option
-from pensieve.lab.compose.settings import ModelConfig, check, resolved
+from pensieve.lab.compose.model_files import ModelConfig
+from pensieve.lab.compose.settings import check, resolved
 from pensieve.specs import ModelSpec
 from tests.composed import composed
 

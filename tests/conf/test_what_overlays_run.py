@@ -16,8 +16,6 @@ AT_ONCE = {  # people (or agents), conversations, fewest and most turns of one
     "agents/scaling": (4, 4, 6, 6),
     "machine/disaggregated_decode baseline=pensieve": (1, 25, 1, 1),
     "users/sharegpt_full scale=small": (6, 6, 4, 6),
-    "users/demo_sequential scale=small": (1, 2, 7, 7),
-    "users/hotness scale=small": (6, 24, 5, 5),
     "agents/scaling scale=small": (4, 4, 4, 4),
 }
 QUICK = ("workload.max_new_tokens=4", "workload.think_time_s=0")  # short replies, and everybody begins at the same time

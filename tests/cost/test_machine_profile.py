@@ -293,7 +293,7 @@ def test_a_real_trial_and_its_simulation_record_the_same_measurement(h100, tmp_p
     for hardware in ("cpu", "sim_paired"):
         fields = composed(*load, f"hardware={hardware}", f"trial.measure_machine={tmp_path}/beside.json")
         tracking = open_tracking(check(fields).tracking)
-        outcome = run_trial(Job("one", tmp_path, resolved(fields)), tracking, lambda text: None)
+        outcome = run_trial(Job("one", tmp_path, resolved(fields)), tracking)
         assert outcome.completed, outcome.error
         engines.append(tracking.store.trial(outcome.trial_id).engine)
     real, simulated = engines
@@ -308,7 +308,7 @@ def test_a_simulation_whose_machine_nobody_has_measured_says_what_to_run(tmp_pat
     fields = composed(*load, f"trial.measure_machine={tmp_path}/none.json")
     tracking = open_tracking(check(fields).tracking)
     with pytest.raises(ConfigError, match=r"no .*/none\.json yet: .* Run hardware=local before hardware=sim_paired"):
-        run_trial(Job("one", tmp_path, resolved(fields)), tracking, lambda text: None)
+        run_trial(Job("one", tmp_path, resolved(fields)), tracking)
 
 
 def test_a_profile_of_something_else_is_refused_in_a_sentence(h100, tmp_path):

@@ -13,8 +13,9 @@ import pytest
 from pensieve.core.plan import NO_DECODES, Decodes
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.conf import read_option
+from pensieve.lab.compose.model_files import ModelConfig
 from pensieve.lab.compose.plan import find_device, hardware_spec
-from pensieve.lab.compose.settings import HardwareConfig, ModelConfig
+from pensieve.lab.compose.settings import HardwareConfig
 from pensieve.sim.kernel_tables import AttentionGrid, nearest, read, tables_of
 from pensieve.sim.measured import FIT, AttentionFit, Batch, MeasuredCost, _MeasuredAttention, graph_size, shape_of
 from pensieve.sim.tables import derive

@@ -8,8 +8,9 @@ import pytest
 
 from pensieve.errors import WorkerError
 from pensieve.lab.compose.conf import options, read_option
+from pensieve.lab.compose.model_files import ModelConfig
 from pensieve.lab.compose.plan import find_device, hardware_spec
-from pensieve.lab.compose.settings import HardwareConfig, ModelConfig
+from pensieve.lab.compose.settings import HardwareConfig
 from pensieve.serve.books.books import predicted_s
 from pensieve.serve.systems.profiling import profile_of
 from pensieve.sim.profile import WHOLE, Profile, measure

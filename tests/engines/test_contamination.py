@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,22 +33,26 @@ def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
     return replace(open_tracking(checked("tracking=local").tracking), mlflow=False)
 
 
-def run(tracking: Tracking, endpoint: Endpoint, *words: str, say: Callable[[str], object] = lambda text: None) -> Any:
+def run(tracking: Tracking, endpoint: Endpoint, *words: str) -> Any:
     words = (*SMALL, f"baseline.engine.base_url={endpoint.url}", *words)
-    outcome = run_trial(Job("test", tracking.outputs / "x", resolved(composed(*words))), tracking, say)
+    outcome = run_trial(Job("test", tracking.outputs / "x", resolved(composed(*words))), tracking)
     assert outcome.completed, outcome.error
     return tracking.store.trial(outcome.trial_id)
 
 
-def test_a_trial_is_reused_while_its_server_says_that_it_is_the_same(tracking: Tracking, endpoint: Endpoint) -> None:
+def test_a_trial_is_reused_while_its_server_says_that_it_is_the_same(
+    tracking: Tracking, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
 
     def say(text: str) -> None:
         if text.startswith("Runs again"):
             lines.append(text)
 
+    monkeypatch.setattr("pensieve.lab.trial.run.say", say)
+
     def trial(*words: str) -> int:
-        return int(run(tracking, endpoint, "force=false", *words, say=say).id)
+        return int(run(tracking, endpoint, "force=false", *words).id)
 
     assert [trial(), trial()] == [1, 2], "it states nothing but a name"
     assert lines == [

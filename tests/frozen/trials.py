@@ -24,7 +24,7 @@ def rows_of(overrides: Sequence[str], wall: bool) -> Rows:
         opened = open_tracking(checked(*words).tracking)
         tracking = Tracking(opened.outputs, opened.store, mlflow=False, kept=True)
         job = Job("frozen", Path(folder) / "run", resolved(composed(*words)), shown=False)
-        outcome = run_trial(job, tracking, lambda _: None)
+        outcome = run_trial(job, tracking)
         assert outcome.completed, outcome.error
         with tracking.store.database.reading() as connection:
             return _read(connection, outcome.trial_id, wall)

@@ -115,7 +115,7 @@ def test_tracking_postgres_and_no_password_in_any_record(url, tmp_path, monkeypa
     monkeypatch.setenv("PENSIEVE_DB_URL", url)
     cfg = composed("tracking=postgres", "tracking.mlflow=false", *SHORT, "trial.isolate=true")
     tracking = open_tracking(check(cfg).tracking)
-    outcome = run_trial(Job("x", tmp_path / "x", resolved(cfg)), tracking, lambda _: None)
+    outcome = run_trial(Job("x", tmp_path / "x", resolved(cfg)), tracking)
     assert outcome.completed, outcome.error
     assert (
         len(tracking.store.turns_of(outcome.trial_id))

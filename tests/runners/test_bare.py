@@ -71,7 +71,7 @@ def statuses(folder):
 def test_a_trial_and_a_sweep_are_recorded_in_the_database_alone(forked, tmp_path):
     done = forked("run", *SHORT)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("MLflow is not installed") == 1
+    assert done.stderr.count("Nothing was logged to MLflow") == 1
     assert "complete without it" in done.stdout
     done = forked("run", *SHORT, "-m", "seed=0", "baseline=pensieve,stateless")
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_a_trial_and_a_sweep_are_recorded_in_the_database_alone(forked, tmp_path
     assert not (tmp_path / "mlflow.db").exists()
 
 
-@pytest.mark.parametrize("runner", ["run", "bench", "doctor", "results", "compare"])
+@pytest.mark.parametrize("runner", ["run", "doctor"])
 def test_a_package_that_cannot_be_missing_is_named_in_one_sentence(bare, runner):
     done = bare(runner, without=("omegaconf", "sqlalchemy"))
     assert done.returncode == 1

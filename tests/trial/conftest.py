@@ -1,4 +1,5 @@
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ def typed(tmp_path, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr("pensieve.lab.trial.sweep.draw_figures", lambda *_: [])
+    monkeypatch.setattr("pensieve.lab.trial.sweep.drawing", lambda *_: nullcontext(list))
 
     def run(*arguments):
         GlobalHydra.instance().clear()

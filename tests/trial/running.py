@@ -6,8 +6,8 @@ from pensieve.lab.trial.run import run_trial
 from tests.composed import SHORT, composed
 
 
-def run(tracking, *overrides, words=SHORT, said=None, folder="x", **job):
-    """Its outcome. words: before the overrides. said: what it says is appended there."""
+def run(tracking, *overrides, words=SHORT, folder="x", **job):
+    """Its outcome. words: before the overrides."""
     words = ("tracking=local", *words, *overrides)
     job = Job("test", tracking.outputs / "runs" / folder, resolved(composed(*words)), **job)
-    return run_trial(job, tracking, (said if said is not None else []).append)
+    return run_trial(job, tracking)

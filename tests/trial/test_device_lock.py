@@ -16,15 +16,16 @@ def own_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def test_the_second_waits_and_says_so():
+def test_the_second_waits_and_says_so(monkeypatch):
     said, order = [], []
 
     def second():
-        with device_lock(CPU, True, lambda text: (said.append(text), waiting.set())):
+        with device_lock(CPU, True):
             order.append("second")
 
     waiting = threading.Event()
-    with device_lock(CPU, True, said.append):
+    monkeypatch.setattr("pensieve.lab.trial.job.say", lambda text: (said.append(text), waiting.set()))
+    with device_lock(CPU, True):
         thread = threading.Thread(target=second)
         thread.start()
         assert waiting.wait(10)
@@ -36,14 +37,14 @@ def test_the_second_waits_and_says_so():
 
 @pytest.mark.parametrize(("device", "exclusive"), [(CPU, False), (SIMULATED, True)])
 def test_no_lock_where_none_is_due(device, exclusive):
-    with device_lock(device, exclusive, print):
+    with device_lock(device, exclusive):
         assert not any(path.exists() for path in lock_files(device))
 
 
 def test_the_gpus_of_a_divided_model_are_all_locked_in_one_order():
     two = Device("cuda", "cuda:0", "GPU-b", "H100", 2, 1, 1, others=("GPU-a",))
     assert [path.name for path in lock_files(two)] == ["pensieve-GPU-a.lock", "pensieve-GPU-b.lock"]
-    with device_lock(two, True, print):
+    with device_lock(two, True):
         for one in ("GPU-a", "GPU-b"):
             with pytest.raises(Timeout):
                 FileLock(lock_files(Device("cuda", "cuda:0", one, "H100", 1, 1, 1))[0]).acquire(timeout=0)

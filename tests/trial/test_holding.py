@@ -1,7 +1,5 @@
 """A trial's ledger of holding, held against its own rows: what was held, what was found, and what that saved."""
 
-from collections import defaultdict
-
 import pytest
 from sqlalchemy import text
 
@@ -70,26 +68,6 @@ def test_sums_of_the_rows(tracking, baseline):
     assert max(told) <= max(one.prompt_tokens for one in turns) < 2 * max(told)
     for tokens, seconds in told.items():
         assert seconds == pytest.approx(positions_s(cost, 0, tokens, plan.chunk_tokens))
-
-
-def test_stateless_holds_what_runs_and_no_more(tracking):
-    trial = run(tracking, *BUSY, "baseline=stateless").trial_id
-    assert by_tier(tracking, trial, "idle_gib_s") == {"gpu": 0.0}
-    assert by_tier(tracking, trial, "saved_s") == {"gpu": 0.0}
-    held = defaultdict(float)
-    for one in tracking.store.holdings_of(trial):
-        held[one.session] += one.gib_s
-    # While it runs a turn holds its prompt's blocks, one to decode into, and those of its reply as they come.
-    plan = plan_trial(checked(*BUSY, "baseline=stateless"))
-    size = plan.chunk_tokens
-    least, most = defaultdict(float), defaultdict(float)
-    for one in rows(tracking, trial, "SELECT * FROM turn WHERE trial_id = :trial AND admitted_s IS NOT NULL"):
-        took_s, gib = one.finished_s - one.admitted_s, size * plan.model.kv_bytes_per_token / GIB
-        least[one.session] += took_s * gib * -(-(one.prompt_tokens + 1) // size)
-        most[one.session] += took_s * gib * -(-(one.prompt_tokens + one.output_tokens) // size)
-    assert set(held) == set(least)
-    for session, gib_s in held.items():
-        assert least[session] * (1 - 1e-9) <= gib_s <= most[session] * (1 + 1e-9)
 
 
 # -- with a disk tier, whose trial claims no bound

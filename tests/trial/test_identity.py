@@ -85,12 +85,3 @@ def test_a_trial_beside_others_is_not_an_exclusive_one():
     assert alone.fingerprint != beside.fingerprint
     simulated = [identity("hardware=sim_h100", f"trial.exclusive={given}").fingerprint for given in ("true", "false")]
     assert simulated[0] == simulated[1]  # a simulation shares nothing
-
-
-def test_an_identity_needs_no_torch():
-    import subprocess
-    import sys
-
-    asked = "from tests.trial.test_identity import CPU, identity; identity(*CPU)"
-    program = f"import sys; {asked}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -2,21 +2,21 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.store import open_store
-from pensieve.lab.trial import job as isolate
-from tests.composed import SHORT
+from pensieve.lab.trial import run as isolate
+from pensieve.lab.trial.job import Job
+from tests.composed import SHORT, composed
+from tests.runners.sweeping import start
 from tests.trial.running import run
 
 CRASHING = "++eviction._target_=tests.trial.crashing.Crash"
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -26,26 +26,35 @@ def count(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_isolated_trial_is_the_same_trial(tracking):
-    sweep = tracking.store.open_sweep("key", "x", None, None, {}, 1, "host", None)
-    outcome = run(tracking, "trial.isolate=true", "trial.timeout_s=100", sweep_id=sweep, number=3)
-    trial = tracking.store.trial(outcome.trial_id)
-    assert outcome.completed
+def test_trials_of_one_process_are_the_same_trials_until_one_needs_its_own(tracking):
+    """Simulated ones, so that no torch is loaded twice: what is asked is which process ran each."""
+    store = tracking.store
+    sweep = store.open_sweep("key", "x", None, None, {}, 1, "host", None)
+    words = ("trial.isolate=true", "trial.timeout_s=100")
+    outcome = run(tracking, *words, sweep_id=sweep, number=3)
+    trial = store.trial(outcome.trial_id)
     assert (trial.status, trial.config["trial"]["isolate"]) == ("completed", True)
-    assert trial.pid != os.getpid()
-    assert [(job.job, job.last.id) for job in tracking.store.trials_of_sweep(sweep)] == [(3, trial.id)]
-    assert tracking.store.artifacts_of(trial.id, "tokens")[0].path.is_file()
+    assert [(job.job, job.last.id) for job in store.trials_of_sweep(sweep)] == [(3, trial.id)]
+    assert store.artifacts_of(trial.id, "tokens")[0].path.is_file()
     again = run(tracking)
-    assert again.reused  # how a trial is run does not make another one
-    assert again.trial_id == trial.id
+    assert again.reused and again.trial_id == trial.id  # how a trial is run does not make another one
     forced = run(tracking, "force=true")
     kept = ("session", "turn", "output_sha256", "ttft_ms", "gpu_hit_tokens")
-    assert tracking.store.turns_of(forced.trial_id, *kept) == tracking.store.turns_of(trial.id, *kept)
+    assert store.turns_of(forced.trial_id, *kept) == store.turns_of(trial.id, *kept)
+
+    def pid_of(seed, keeps):
+        config = resolved(composed("tracking=local", *SHORT, f"seed={seed}"))
+        job = Job("a", tracking.outputs / str(seed), config)
+        return store.trial(isolate.run_isolated(job, tracking, 100, keeps).trial_id).pid
+
+    first = pid_of(1, True)
+    assert pid_of(2, True) == first
+    assert len({first, pid_of(3, False), trial.pid, os.getpid()}) == 4 and not isolate._kept
 
 
 @pytest.mark.parametrize(
     ("crash", "sentence", "stack"),
-    [("kill", "memory ran out", ""), ("native", "SIGSEGV", "Segmentation fault"), ("status", "status 7", "")],
+    [("kill", "memory ran out", ""), ("native", "SIGSEGV", "Segmentation fault")],
 )
 def test_a_process_that_dies_costs_one_trial(tracking, monkeypatch, crash, sentence, stack):
     monkeypatch.setenv("CRASH", crash)
@@ -61,18 +70,17 @@ def test_a_process_that_dies_costs_one_trial(tracking, monkeypatch, crash, sente
     assert again.trial_id == 2
 
 
-def test_retries_run_until_one_completes_or_they_end(tracking, monkeypatch):
+def test_retries_run_until_one_completes_or_they_end(tracking, monkeypatch, capsys):
     monkeypatch.setenv("CRASH", "error")
     monkeypatch.setenv("CRASHES", "2")
-    said = []
-    outcome = run(tracking, "trial.retries=3", CRASHING, said=said, preflight=False)
+    outcome = run(tracking, "trial.retries=3", CRASHING)
     assert outcome.completed
     assert tracking.store.trial(outcome.trial_id).attempt == 3
     assert [tracking.store.trial(number).status for number in (1, 2)] == ["failed", "failed"]
-    assert len(said) == 2
-    assert "it broke" in said[0]
+    said = capsys.readouterr().err
+    assert said.count("and is tried again") == 2 and "it broke" in said
     monkeypatch.setenv("CRASHES", "1000")
-    ended = run(tracking, "trial.retries=1", "seed=1", CRASHING, preflight=False)
+    ended = run(tracking, "trial.retries=1", "seed=1", CRASHING)
     assert (ended.status, tracking.store.trial(ended.trial_id).attempt) == ("failed", 2)
 
 
@@ -107,14 +115,10 @@ def test_ctrl_c_reaches_the_isolated_trial(tracking, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_isolated_trial_does_not_outlive_its_sweep(tmp_path):
+def test_an_isolated_trial_does_not_outlive_its_sweep(tmp_path, monkeypatch):
     count = tmp_path / "crashes"
-    env = {
-        **os.environ, "PENSIEVE_OUTPUTS": str(tmp_path), "CRASH": "hang", "CRASH_COUNT": str(count),
-        "PYTHONPATH": str(CHECKOUT),
-    }  # fmt: skip
-    command = [sys.executable, str(CHECKOUT / "runners" / "run.py"), "hardware=sim_h100", *SHORT, CRASHING]
-    process = subprocess.Popen([*command, "trial.isolate=true", "tracking.mlflow=false"], env=env)
+    monkeypatch.setenv("CRASH", "hang")
+    process = start(tmp_path, "hardware=sim_h100", *SHORT, CRASHING, "trial.isolate=true", "tracking.mlflow=false")
     try:
         deadline = time.monotonic() + 60
         while not count.exists() and time.monotonic() < deadline:
@@ -122,7 +126,7 @@ def test_an_isolated_trial_does_not_outlive_its_sweep(tmp_path):
         store = open_store(tmp_path, create=False)
         assert store.trial(1).pid != process.pid
         process.kill()
-        process.wait()
+        process.join()
         while store.interrupt_dead() == 0 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert store.trial(1).status == "interrupted"

@@ -1,6 +1,5 @@
 """Trials of a sweep share the model in memory; what they record is what each would have recorded alone."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +10,13 @@ from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.store import open_store
 from pensieve.lab.results.tokens import read_tokens
-from pensieve.lab.trial import job as isolate
+from pensieve.lab.trial import run as isolate
 from pensieve.lab.trial import sweep as sweep_module
 from pensieve.lab.trial.command import Jobs
 from pensieve.lab.trial.job import Job, Outcome, Tracking
 from pensieve.lab.trial.run import run_trial
 from pensieve.plugins.device import shelf
-from tests.composed import SHORT, checked, composed
+from tests.composed import checked, composed
 
 REAL = (
     "hardware=cpu", "hardware.threads=1", "model.architecture.num_hidden_layers=1", "trial.exclusive=false",
@@ -40,8 +39,8 @@ def store(tmp_path, monkeypatch):
 
 def run(store, tmp_path, name, *overrides, sweep=None):
     config = resolved(composed(*REAL, *overrides))
-    job = Job(name, tmp_path / name, config, sweep_id=sweep, preflight=False)
-    outcome = run_trial(job, Tracking(tmp_path, store, False, True), lambda _: None)
+    job = Job(name, tmp_path / name, config, sweep_id=sweep)
+    outcome = run_trial(job, Tracking(tmp_path, store, False, True))
     assert outcome.completed, outcome.error
     return store.trial(outcome.trial_id)
 
@@ -110,28 +109,7 @@ def test_a_job_of_a_launcher_ends_the_process_it_started_and_needs_the_folder_of
         sweep_module.run_composed(composed(*REAL))
 
 
-@pytest.mark.slow
-def test_a_process_serves_trials_until_one_needs_its_own(store, tmp_path):
-    """Simulated ones, so that no torch is loaded twice: what is asked is which process ran each."""
-    words = ("hardware=sim_h100", "tracking=local", "tracking.mlflow=false", *SHORT)
-    tracking = Tracking(tmp_path, store, False, True)
-
-    def pid_of(seed, keeps):
-        config = resolved(composed(*words, f"seed={seed}"))
-        outcome = isolate.run_isolated(Job("a", tmp_path / str(seed), config), tracking, 100, keeps)
-        assert outcome.completed, outcome.error
-        return store.trial(outcome.trial_id).pid
-
-    first = pid_of(0, True)
-    assert first != os.getpid()
-    assert pid_of(1, True) == first
-    alone = pid_of(2, False)
-    assert alone != first and not isolate._kept
-    assert (tmp_path / "1" / "tokens.parquet").is_file()
-
-
-@pytest.mark.parametrize("overrides", [("hardware=replicas", "hardware.device=cpu"), ("hardware.gpus=2",)])
-def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store, tmp_path, monkeypatch, overrides):
+def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store, tmp_path, monkeypatch):
     from pensieve.lab.trial import run as run_module
 
     class Met(Exception):
@@ -142,9 +120,9 @@ def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store,
 
     monkeypatch.setattr("pensieve.lab.compose.plan.cores", lambda: 2)
     monkeypatch.setattr(run_module, "_system", starts)
-    words = (*REAL, *overrides)
+    words = (*REAL, "hardware.gpus=2")
     with shelf.open_shelf():
         shelf.take_model(shelf.ModelAsked(plan_trial(checked(*REAL)).model, "random", None, None, 0, "cpu", 1))
-        job = Job("a", tmp_path / "a", resolved(composed(*words)), preflight=False)
-        outcome = run_trial(job, Tracking(tmp_path, store, False, True), lambda _: None)
+        job = Job("a", tmp_path / "a", resolved(composed(*words)))
+        outcome = run_trial(job, Tracking(tmp_path, store, False, True))
     assert outcome.error is not None and "kept: 0 bytes" in outcome.error

@@ -192,9 +192,8 @@ def test_a_trial_of_any_length_has_a_bounded_number_of_readings(store, steps):
     assert times[-1] >= 100_000 - 2 * max(gaps)
 
 
-@pytest.mark.parametrize("baseline", ["pensieve", "llama_slots"])
-def test_a_trial_shows_what_it_held(tracking, baseline):
-    outcome = run(tracking, f"baseline={baseline}", "workload.pressure=2")
+def test_a_trial_shows_what_it_held(tracking):
+    outcome = run(tracking, "workload.pressure=2")
     trial = tracking.store.trial(outcome.trial_id)
     readings = tracking.store.samples_of(outcome.trial_id)
     assert {r.name for r in readings} == NAMES
@@ -203,7 +202,6 @@ def test_a_trial_shows_what_it_held(tracking, baseline):
     chunk = trial.config["cache"]["chunk_tokens"]
     assert 0 < most["gpu_blocks_used"] <= trial.gpu_tokens / chunk
     assert most["running_requests"] >= 1
-    assert (most["cpu_blocks_used"] > 0) is (baseline == "pensieve")
-    assert most["cpu_blocks_used"] <= trial.cpu_tokens / chunk
+    assert 0 < most["cpu_blocks_used"] <= trial.cpu_tokens / chunk
     assert min(r.at_s for r in readings) == 0.0
     assert max(r.at_s for r in readings) <= trial.measure_end_s + 100

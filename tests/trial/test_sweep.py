@@ -24,13 +24,6 @@ def shown(store, sweep):
     return sorted(job.trial.id for job in store.trials_of_sweep(sweep))
 
 
-def test_a_forced_sweep_is_another_one_and_the_first_shows_what_it_showed(one_trial, tmp_path):
-    for force in ((), ("force=true",), ("force=true",), ()):
-        assert one_trial("baseline=pensieve,stateless", *force) == 0
-    store = open_store(tmp_path)
-    assert [shown(store, one) for one in (1, 2, 3)] == [[1, 2], [3, 4], [5, 6]]
-
-
 @pytest.mark.slow
 def test_a_simulated_sweep_runs_in_other_processes(one_trial, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep_module, "processes_here", lambda: 2)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from hydra import compose
+
 from pensieve.errors import PensieveError, RequestFailed
 from pensieve.lab.bench.case import Case, Measured, explain
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.lab.results.frame import measured_turns
-from pensieve.lab.trial.command import compose_job
 from pensieve.plugins.device import shelf
 from pensieve.sim.roofline import Roofline
 
@@ -112,7 +113,7 @@ def _compose(bench: Bench, load: Load, baseline: str) -> Any:
         *("force=true", "trial.isolate=false", f"trial.timeout_s={_TIMEOUT_S:g}"),
         *(f"trial.exclusive={str(bench.options.exclusive).lower()}", "experiment_name=bench"),
     ]
-    return compose_job("config", overrides)
+    return compose("config", overrides)
 
 
 def _trial(bench: Bench, load: Load, name: str) -> tuple[int, Measured]:

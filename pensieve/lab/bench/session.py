@@ -142,8 +142,8 @@ class Bench:
     def run_trial(self, cfg: Any, title: str) -> Outcome:
         """Run a composed configuration, recorded like any trial and as part of the command; its error is in the outcome."""
         folder = self.tracking.outputs / "runs" / "bench" / f"{self.sweep_id}-{self.trials}"
-        job = Job(title, folder, resolved(cfg), self.sweep_id, self.trials, preflight=False)
-        outcome = run_trial(job, replace(self.tracking, mlflow=False), self.say)
+        job = Job(title, folder, resolved(cfg), self.sweep_id, self.trials)
+        outcome = run_trial(job, self.tracking)
         if outcome.trial_id:
             self._link(outcome.trial_id)
         return outcome
@@ -283,7 +283,7 @@ def _run(bench: Bench) -> str | None:
     """Why the target could not be measured, or not to its end; None where it was."""
     try:
         run = resolve_name(f"pensieve.lab.bench.{TARGETS[bench.target]}")
-        locked = nullcontext() if bench.target in TRIALS else device_lock(bench.machine, bench.options.exclusive, say)
+        locked = nullcontext() if bench.target in TRIALS else device_lock(bench.machine, bench.options.exclusive)
         with locked:
             run(bench)
     except PensieveError as error:

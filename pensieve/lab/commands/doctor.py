@@ -17,9 +17,9 @@ from pensieve.device.model import attention_here
 from pensieve.errors import EngineMissing, PensieveError, typed
 from pensieve.lab.compose.build import GPU_USABLE
 from pensieve.lab.compose.conf import options, outputs_folder, read_option
-from pensieve.lab.compose.model_files import local_weights
+from pensieve.lab.compose.model_files import ModelConfig, local_weights
 from pensieve.lab.compose.plan import AUTO, Device, cores, cpu_label, find_device, free_host_memory_bytes
-from pensieve.lab.compose.settings import CacheConfig, HardwareConfig, ModelConfig
+from pensieve.lab.compose.settings import CacheConfig, HardwareConfig
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial.sweep import installed
 from pensieve.lab.trial.terminal import console

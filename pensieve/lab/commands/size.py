@@ -32,7 +32,7 @@ from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.size_map import SETTINGS, Place, Prices, Question, SizeMap, read_map
 from pensieve.lab.reuse import reuse_of
 from pensieve.lab.trial.job import Job, Outcome, Tracking, open_tracking
-from pensieve.lab.trial.sweep import brief, draw_figures, figure_lines, performing, places, processes_here
+from pensieve.lab.trial.sweep import brief, drawing, performing, places, print_figures, processes_here
 from pensieve.lab.trial.terminal import INTERRUPTED, command_line, console, ends_interrupted, say
 from pensieve.lab.workload.base import WorkloadPlan
 from pensieve.units import NONE, ceil_div, duration, grid, parse_capacity, percent, significant
@@ -310,10 +310,10 @@ class _Planner:
         processes = self.settings.processes or processes_here()
         if not self.config.hardware.simulated:
             processes = 1  # real trials wait for their device
-        with performing(self.tracking, processes) as perform:
-            while tasks := self._wanted(self._map()):
-                began = time.monotonic()
-                for count, (job, outcome) in enumerate(perform([self._job(task) for task in tasks]), start=1):
+        while tasks := self._wanted(self._map()):
+            began = time.monotonic()
+            with performing([self._job(task) for task in tasks], self.tracking, processes) as performed:
+                for count, (job, outcome) in enumerate(performed, start=1):
                     left_s = (time.monotonic() - began) / count * (len(tasks) - count)
                     self._note(job, outcome, f"[{count} of {len(tasks)} in this round, {duration(left_s)} left]")
         return self._map()
@@ -338,7 +338,7 @@ class _Planner:
         title = ", ".join([*(f"{axis}={at[index]}" for (axis, at), index in sizes), f"seed={seed}"])
         folder = self.folder if self.tracking.kept else self.tracking.outputs
         config = resolved(self.load.of(*self.question.sizes(place), seed))
-        return Job(title, folder / str(number), config, self.sweep_id, number, preflight=False, shown=False)
+        return Job(title, folder / str(number), config, self.sweep_id, number, shown=False)
 
     def _note(self, job: Job, outcome: Outcome, head: str) -> None:
         task = self.question.where(job.number)
@@ -364,11 +364,10 @@ class _Planner:
         print(*places(self.tracking), sep="\n", flush=True)
         for sentence in dict.fromkeys(self.failures.values()):
             say(f"Not every cell has run: {sentence}")
-        if self.tracking.kept:
-            for line in figure_lines(draw_figures(self.tracking, self.config.tracking.url_env, self.sweep_id)):
-                print(line, flush=True)
-        if self.tracking.mlflow:
-            copy_sweep(self.tracking.outputs, self.tracking.store, self.sweep_id)
+        with drawing(self.tracking, self.config.tracking.url_env, self.sweep_id) as figures:
+            if self.tracking.mlflow:
+                copy_sweep(self.tracking.outputs, self.tracking.store, self.sweep_id)
+            print_figures(figures())
         return 1 if self.failures else 0
 
 

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import ConfigError, EngineMissing, UnsupportedModel, WeightsMissing
 from pensieve.hub import cached_snapshot, commit, settings_folder, user_cache, why_not
 from pensieve.lab.compose.conf import conf_folder, ended, nearest, options, read_option
-from pensieve.lab.compose.settings import ModelConfig
-from pensieve.lab.results.identity import content_hash
+from pensieve.lab.results.identity import content_hash, plain_hash
 from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, eos_of, special_tokens_of
 from pensieve.specs import ModelSpec
 
@@ -26,6 +26,23 @@ GGUF = "gguf"
 _ANY = "hf"  # conf/model/hf.yaml
 
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+
+
+class ModelConfig(BaseModel):
+    """weights: hub, random, gguf, or a folder written by save_pretrained. gguf_file: its path, or package:file for one that
+    an installed package brings. tokenizer: bytes, hub (the model's own), a folder, or another hub id."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    hub_id: str | None = None
+    weights: str = "hub"
+    revision: str | None = None
+    gguf_file: str | None = None
+    seed: int = 0
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tokenizer: str = "hub"
+    architecture: dict[str, Any] = Field(default_factory=dict)
 
 
 def model_config(source: str, **changes: Any) -> ModelConfig:
@@ -130,8 +147,6 @@ def model_identity(model: ModelConfig, simulated: bool) -> str:
     It covers architecture, tokenizer, dtype, and the weights' content as far as it is known before they are loaded: of a
     folder or file all of it, of the hub the commit, of random weights their seed. simulated: no weights at all.
     """
-    from pensieve.lab.results.identity import plain_hash  # which imports the database
-
     weights = None if simulated else weights_identity(model)
     return plain_hash({"model": model.model_dump(), "weights_content": weights, "simulated": simulated})
 

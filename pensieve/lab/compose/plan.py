@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
-from pensieve.lab.compose.model_files import folder_architecture, weights_kind
-from pensieve.lab.compose.settings import HardwareConfig, ModelConfig, TrialConfig, filled
+from pensieve.lab.compose.model_files import ModelConfig, folder_architecture, weights_kind
+from pensieve.lab.compose.settings import HardwareConfig, TrialConfig, filled
 from pensieve.plugins.device import shelf
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import Capacity, format_bytes, parse_capacity

@@ -29,6 +29,7 @@ from typing_extensions import TypedDict
 
 from pensieve.errors import ConfigError, EngineMissing, PensieveError
 from pensieve.lab.compose.conf import ended, meant
+from pensieve.lab.compose.model_files import ModelConfig, completed
 from pensieve.lab.workload.cache_state import CacheState
 from pensieve.plugins.overlap import AskedCopyAhead
 
@@ -42,21 +43,6 @@ AttentionChoice = Literal["auto", "reference", "native", "triton", "triton_point
 
 class _Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelConfig(_Group):
-    """weights: hub, random, gguf, or a folder written by save_pretrained. gguf_file: its path, or package:file for one that
-    an installed package brings. tokenizer: bytes, hub (the model's own), a folder, or another hub id."""
-
-    name: str
-    hub_id: str | None = None
-    weights: str = "hub"
-    revision: str | None = None
-    gguf_file: str | None = None
-    seed: int = 0
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    tokenizer: str = "hub"
-    architecture: dict[str, Any] = Field(default_factory=dict)
 
 
 class CacheConfig(_Group):
@@ -272,8 +258,6 @@ def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{unset[0]} has no value; set it, or choose an option of its group other than base.")
     kept = {str(key): value for key, value in plain.items() if key not in ("hydra", "experiment")}
     if isinstance(kept.get("model"), Mapping):
-        from pensieve.lab.compose.model_files import completed  # which builds on this module's fields
-
         kept["model"] = completed(kept["model"])
     return kept
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra import compose
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -91,13 +90,6 @@ def plan_jobs(config: DictConfig) -> Jobs:
             raise ConfigError(f"{key}={','.join(values)} names a value twice; each is one trial.")
     fixed = tuple(sorted(str(o.input_line) for key, o in final.items() if key not in axes))
     return Jobs(fixed, axes, tuple(tuple(job) for job in BasicSweeper.split_arguments(overrides, None)[0]))
-
-
-def compose_job(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """A configuration outside of a sweep."""
-    cfg = compose(config_name=config_name, overrides=list(overrides))
-    assert isinstance(cfg, DictConfig)
-    return cfg
 
 
 def compose_jobs(config: DictConfig, jobs: Jobs) -> Iterator[DictConfig]:

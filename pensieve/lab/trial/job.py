@@ -1,59 +1,38 @@
-"""A trial as it is asked for: what makes two the same, where it is recorded, what became of it; and the processes it runs in.
+"""A trial as it is asked for: what makes two the same, where it is recorded, what became of it, what holds while it runs.
 
 Its identity is the configuration, what `auto` comes to on this machine, and how the trial is run. It is asked before every
 trial, so it must cost next to nothing where the trial is then reused: no torch is imported for a CPU, and a server that
 somebody else started is asked three pages.
-
-A trial in a process of its own may crash alone, by a native crash or by the out-of-memory killer. Trials of a sweep may
-follow each other in one such process, which keeps the model (pensieve.plugins.device.shelf). A trial that does not complete
-ends its process, and the next one gets a new one.
 """
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
 import functools
 import logging
-import multiprocessing
 import os
 import re
-import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from pensieve.errors import (
-    ConfigError,
-    EngineMissing,
-    HardwareMissing,
-    PensieveError,
-    ResultsError,
-    TrialCrashed,
-    TrialTimeout,
-)
+from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, ResultsError, TrialTimeout
 from pensieve.lab.compose.build import outside_engine
 from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.compose.model_files import weights_identity
-from pensieve.lab.compose.plan import Device, TrialPlan, plan_trial, plans_in_flight
-from pensieve.lab.compose.settings import TrackingConfig, check
+from pensieve.lab.compose.plan import Device, TrialPlan, plans_in_flight
+from pensieve.lab.compose.settings import TrackingConfig
 from pensieve.lab.results.environment import Owner, is_alive, this_process
 from pensieve.lab.results.identity import Identity, identify
 from pensieve.lab.results.store import ResultsStore, open_store
-from pensieve.lab.trial.terminal import remember_interrupts, say
-from pensieve.plugins.device import shelf
+from pensieve.lab.trial.terminal import say
 
 MEASURED_AT = "machine_measured_at"
 """In a real trial's column `engine`: when the profile was measured that it wrote beside itself."""
@@ -70,8 +49,8 @@ class Job:
     """A trial that any process may run. title: for the progress bar and messages. folder: for the trial's files. config:
     resolved, as plain values, which is what identifies it.
 
-    sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. shown: a bar tells how far
-    the trial is; not where others run beside it.
+    sweep_id: None for a single run; a sweep has done the preflight of all its jobs. shown: a bar tells how far the trial is;
+    not where others run beside it.
     """
 
     title: str
@@ -79,7 +58,6 @@ class Job:
     config: Mapping[str, Any]
     sweep_id: int | None = None
     number: int = 0
-    preflight: bool = True
     shown: bool = True
 
 
@@ -186,7 +164,7 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     }
 
 
-# -- the process of a trial: heartbeat, deadline, its end when the one that started it is gone, its device's lock ----------
+# -- while it runs: heartbeat, deadline, its end when the process that started it is gone, the lock of its device ------------
 
 
 @contextmanager
@@ -256,8 +234,8 @@ def lock_files(device: Device) -> list[Path]:
 
 
 @contextmanager
-def device_lock(device: Device, exclusive: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock the device while the block runs; `say` tells once that another trial has it. A simulated one needs no lock."""
+def device_lock(device: Device, exclusive: bool) -> Iterator[None]:
+    """Lock the device while the block runs; that another trial has it is said once. A simulated one needs no lock."""
     if device.simulated or not exclusive:
         yield
         return
@@ -278,147 +256,3 @@ def device_lock(device: Device, exclusive: bool, say: Callable[[str], None]) -> 
                     "the device, or use trial.exclusive=false."
                 ) from error
         yield
-
-
-CRASH_FILE = "crash.log"  # in the job's folder: Python's stack, where a native crash left time to write it
-LOG_FILE = "run.log"
-LOG_FORM = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"  # as in conf/hydra/job_logging
-GRACE_S = 30.0  # beyond trial.timeout_s, for the imports before it and for a trial that ends itself in time
-
-
-class _Apart(NamedTuple):
-    """A process that runs trials one after another, as they are asked for, and a pipe to it."""
-
-    process: SpawnProcess
-    pipe: Connection
-
-
-_kept: list[_Apart] = []
-"""The process that the next trial may run in, if there is one."""
-
-
-def run_isolated(job: Job, tracking: Tracking, timeout_s: float | None, keeps: bool = False) -> Outcome:
-    """One attempt in another process. If that dies, the trial is recorded as failed; Ctrl-C is passed on to it.
-
-    keeps: in the process that completed the trial before this one, if that kept it too, and leave it to the next one, until
-    `end_kept`. Otherwise the process is new and ends with the trial, and one that was kept ends before.
-    """
-    job.folder.mkdir(parents=True, exist_ok=True)
-    crash = job.folder / CRASH_FILE
-    crash.unlink(missing_ok=True)
-    if not (keeps and _kept and _kept[0].process.is_alive()):
-        end_kept()
-        _kept.append(_start())
-    process, pipe = _kept[0]
-    outcome: Outcome | None = None
-    late = False
-    try:
-        pipe.send((job, tracking.outputs))
-        late = not pipe.poll(None if timeout_s is None else timeout_s + GRACE_S)
-        if not late:
-            outcome = pipe.recv()
-    except (EOFError, ConnectionError):  # it died
-        process.join()
-    except KeyboardInterrupt:
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGINT)
-        pipe.poll(GRACE_S)
-        raise
-    finally:
-        if not keeps or outcome is None or not outcome.completed:
-            end_kept()
-    return _record_death(process, tracking, crash, timeout_s if late else None) if outcome is None else outcome
-
-
-def _start() -> _Apart:
-    spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(theirs, this_process()))
-    process.start()
-    theirs.close()
-    atexit.register(end_kept)  # before multiprocessing waits for its processes
-    return _Apart(process, ours)
-
-
-def end_kept() -> None:
-    """End the process that was kept for the next trial, if there is one, and with it what it holds."""
-    while _kept:
-        process, pipe = _kept.pop()
-        if process.is_alive():
-            process.kill()
-        process.join()
-        pipe.close()
-
-
-def _record_death(process: BaseProcess, tracking: Tracking, crash: Path, late_s: float | None) -> Outcome:
-    """Record the trial of a process that died as failed, with what is known of the reason."""
-    code, pid = process.exitcode, process.pid
-    assert code is not None and pid is not None
-    if late_s is not None:
-        sentence = f"The trial ran past trial.timeout_s={late_s:g}, did not stop by itself, and was killed."
-    elif code == -signal.SIGKILL:
-        sentence = (
-            "The trial's process was killed (signal 9), most likely because memory ran out. Use a smaller cache or "
-            "model, or run the same command again if you ended it yourself."
-        )
-    else:
-        how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        sentence = f"The trial's process {how}; see the trial's traceback and the log in {crash.parent}."
-    error = str(TrialCrashed(sentence))
-    stack = crash.read_text(encoding="utf-8", errors="replace") if crash.is_file() else ""
-    trial_id = tracking.store.close_trial_of(pid, error, stack or None)
-    return Outcome(trial_id or 0, "failed", error=error)
-
-
-@contextmanager
-def logged_in(file: Path) -> Iterator[None]:
-    """What is logged in this process goes to the file, too."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file, delay=True)
-    handler.setFormatter(logging.Formatter(LOG_FORM))
-    logging.getLogger().addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-
-
-def log_to_stderr() -> None:
-    """In a new process: warnings, as conf/hydra/job_logging has it."""
-    console = logging.StreamHandler(sys.stderr)
-    console.setLevel(logging.WARNING)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORM, handlers=[console], force=True)
-
-
-# -- in the process of its own ------------------------------------------------------------------------------------------
-
-
-def _serve(pipe: Connection, parent: Owner) -> None:
-    """Run what comes through the pipe, until the parent ends this process."""
-    os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
-    os.dup2(2, 1)  # what a trial prints is no result
-    end_with(parent)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell told our parent to ignore it
-    remember_interrupts()
-    log_to_stderr()
-    with shelf.open_shelf(), suppress(EOFError, KeyboardInterrupt):
-        while True:
-            pipe.send(_attempt(*pipe.recv()))
-
-
-def _attempt(job: Job, outputs: Path) -> Outcome:
-    from pensieve.lab.trial.run import Attempt  # which starts isolated trials, and so imports this module
-
-    file = job.folder / CRASH_FILE
-    with logged_in(job.folder / LOG_FILE), file.open("w", encoding="utf-8") as crash:
-        faulthandler.enable(crash)  # a native crash leaves Python's stack there
-        try:
-            config = check(job.config)
-            tracking, plan = open_tracking(config.tracking, outputs), plan_trial(config)
-            return Attempt(plan, identity_of(plan, job.config), tracking, job, say).run()
-        except PensieveError as error:
-            return Outcome(0, "failed", error=str(error))
-        finally:
-            faulthandler.disable()
-            file.unlink(missing_ok=True)

@@ -1,16 +1,30 @@
-"""Run one trial unless the database holds it: build the system, replay the workload, measure, record."""
+"""Run one trial unless the database holds it: build the system, replay the workload, measure, record.
+
+A trial in a process of its own may crash alone, by a native crash or by the out-of-memory killer. Trials of a sweep may
+follow each other in one such process, which keeps the model (pensieve.plugins.device.shelf). A trial that does not complete
+ends its process, and the next one gets a new one.
+"""
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import logging
+import multiprocessing
 import os
+import signal
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pensieve.core.plan import StartReport
 from pensieve.errors import (
@@ -20,6 +34,7 @@ from pensieve.errors import (
     PolicyError,
     RequestFailed,
     RequestRefused,
+    TrialCrashed,
     TrialRunning,
     UnsupportedModel,
 )
@@ -39,7 +54,7 @@ from pensieve.lab.compose.plan import TrialPlan, awaits_profile, memory_limit_by
 from pensieve.lab.compose.settings import check
 from pensieve.lab.metrics import MetricValue, summarise, thin_percentiles
 from pensieve.lab.replay import ReplayRecord, replay
-from pensieve.lab.results.environment import environment, git_commit
+from pensieve.lab.results.environment import Owner, environment, git_commit, this_process
 from pensieve.lab.results.identity import Identity, explain_difference, input_files
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.tokens import MOST_TURNS, TokenFile
@@ -52,9 +67,10 @@ from pensieve.lab.trial.job import (
     Tracking,
     contended,
     device_lock,
+    end_with,
     heartbeat,
     identity_of,
-    run_isolated,
+    open_tracking,
 )
 from pensieve.lab.trial.samples import (
     MOST_MOMENTS,
@@ -68,11 +84,18 @@ from pensieve.lab.trial.samples import (
     ledger_of_holding,
     meter_of,
 )
-from pensieve.lab.trial.terminal import TrialProgress, command_line, ends_interrupted, raise_if_interrupted
+from pensieve.lab.trial.terminal import (
+    TrialProgress,
+    command_line,
+    ends_interrupted,
+    raise_if_interrupted,
+    remember_interrupts,
+    say,
+)
 from pensieve.lab.workload.base import OfRealRun, Workload, WorkloadPlan
 from pensieve.lab.workload.cache_state import check_start, contamination, unverified
 from pensieve.plugins.device import shelf
-from pensieve.plugins.engines.process import MemoryWatch, this_process, with_children
+from pensieve.plugins.engines import process as processes
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import System
 from pensieve.serve.systems.engine_system import EngineSystem
@@ -95,7 +118,7 @@ PERMANENT = (ConfigError, EngineMissing, PolicyError, UnsupportedModel, RequestR
 """Errors that every attempt of the same configuration meets."""
 
 
-def run_trial(job: Job, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
+def run_trial(job: Job, tracking: Tracking) -> Outcome:
     """Run a job unless the database holds its trial; whatever happens is recorded.
 
     Errors of the trial end up in the outcome; those that leave nothing to record (an unknown field or device, an unreadable
@@ -120,9 +143,9 @@ def run_trial(job: Job, tracking: Tracking, say: Callable[[str], None]) -> Outco
             say(explain_difference(older, identity))
     awaited = plan.device.simulated and config.hardware.profile == config.trial.measure_machine is not None
     built = None
-    if job.preflight or awaited:  # a mistake in the configuration is no trial: it leaves nothing in the database
+    if job.sweep_id is None or awaited:  # a mistake in the configuration is no trial: it leaves nothing in the database
         built = preflight(plan)
-    if job.preflight:
+    if job.sweep_id is None:
         say(plan.budget())
     asked = config.trial.isolate
     isolated = plan.device.kind == "cuda" if asked == "auto" else asked
@@ -132,7 +155,7 @@ def run_trial(job: Job, tracking: Tracking, say: Callable[[str], None]) -> Outco
         if isolated:
             outcome = run_isolated(job, tracking, config.trial.timeout_s, keeps)
         else:
-            outcome = Attempt(plan, identity, tracking, job, say, built).run()
+            outcome = Attempt(plan, identity, tracking, job, built).run()
             built = None
         if outcome.completed or outcome.permanent or attempts_left == 0:
             break
@@ -160,7 +183,6 @@ class Attempt:
     identity: Identity
     tracking: Tracking
     job: Job
-    say: Callable[[str], None]
     built: tuple[Workload, WorkloadPlan] | None = None
     """The workload and its description, where it was made for a check; nobody has started it."""
 
@@ -210,7 +232,7 @@ class Attempt:
                 return self.tracking.store.claim_trial(columns, again)
             except TrialRunning as running:
                 if time.monotonic() > told_at:
-                    self.say(f"{self.job.title}: {running}")
+                    say(f"{self.job.title}: {running}")
                     told_at = inf
             raise_if_interrupted()
             time.sleep(WAIT_S)
@@ -220,7 +242,7 @@ class Attempt:
         config = plan.config
         tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
         workload, described = self.built or build_workload(plan, tokenizer)
-        with device_lock(plan.device, config.trial.exclusive, self.say):
+        with device_lock(plan.device, config.trial.exclusive):
             outside = config.baseline.engine is not None and not plan.device.simulated
             if outside or plan.computes_elsewhere:
                 shelf.empty()  # others load the model
@@ -247,8 +269,8 @@ class Attempt:
                 sampler = Sampler(store, trial_id, meter, system.clock)
                 occupancy = Sampler(store, trial_id, gauges_of(system), system.clock, most=MOST_MOMENTS)
                 limit_bytes = memory_limit_bytes(config.hardware)
-                ours = with_children if plan.computes_elsewhere else this_process
-                own = MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
+                ours = processes.with_children if plan.computes_elsewhere else processes.this_process
+                own = processes.MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
                 with sampler, occupancy, own or nullcontext():
                     record = self._replay(trial_id, system, workload, described, deadline)
                 others = neighbours.share()
@@ -432,3 +454,144 @@ def _close(tracking: Tracking, trial_id: int, status: str, error: str, trace: st
         tracking.store.finish_trial(trial_id, status, error=error, traceback=trace)
     except PensieveError as second:
         log.error("trial %s cannot be closed: %s", trial_id, second)
+
+
+# -- in a process of its own ----------------------------------------------------------------------------------------------
+
+CRASH_FILE = "crash.log"  # in the job's folder: Python's stack, where a native crash left time to write it
+LOG_FILE = "run.log"
+LOG_FORM = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"  # as in conf/hydra/job_logging
+GRACE_S = 30.0  # beyond trial.timeout_s, for the imports before it and for a trial that ends itself in time
+
+
+class _Apart(NamedTuple):
+    """A process that runs trials one after another, as they are asked for, and a pipe to it."""
+
+    process: SpawnProcess
+    pipe: Connection
+
+
+_kept: list[_Apart] = []
+"""The process that the next trial may run in, if there is one."""
+
+
+def run_isolated(job: Job, tracking: Tracking, timeout_s: float | None, keeps: bool = False) -> Outcome:
+    """One attempt in another process. If that dies, the trial is recorded as failed; Ctrl-C is passed on to it.
+
+    keeps: in the process that completed the trial before this one, if that kept it too, and leave it to the next one, until
+    `end_kept`. Otherwise the process is new and ends with the trial, and one that was kept ends before.
+    """
+    job.folder.mkdir(parents=True, exist_ok=True)
+    crash = job.folder / CRASH_FILE
+    crash.unlink(missing_ok=True)
+    if not (keeps and _kept and _kept[0].process.is_alive()):
+        end_kept()
+        _kept.append(_start())
+    process, pipe = _kept[0]
+    outcome: Outcome | None = None
+    late = False
+    try:
+        pipe.send((job, tracking.outputs))
+        late = not pipe.poll(None if timeout_s is None else timeout_s + GRACE_S)
+        if not late:
+            outcome = pipe.recv()
+    except (EOFError, ConnectionError):  # it died
+        process.join()
+    except KeyboardInterrupt:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+        pipe.poll(GRACE_S)
+        raise
+    finally:
+        if not keeps or outcome is None or not outcome.completed:
+            end_kept()
+    return _record_death(process, tracking, crash, timeout_s if late else None) if outcome is None else outcome
+
+
+def _start() -> _Apart:
+    spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_serve, args=(theirs, this_process()))
+    process.start()
+    theirs.close()
+    atexit.register(end_kept)  # before multiprocessing waits for its processes
+    return _Apart(process, ours)
+
+
+def end_kept() -> None:
+    """End the process that was kept for the next trial, if there is one, and with it what it holds."""
+    while _kept:
+        process, pipe = _kept.pop()
+        if process.is_alive():
+            process.kill()
+        process.join()
+        pipe.close()
+
+
+def _record_death(process: BaseProcess, tracking: Tracking, crash: Path, late_s: float | None) -> Outcome:
+    """Record the trial of a process that died as failed, with what is known of the reason."""
+    code, pid = process.exitcode, process.pid
+    assert code is not None and pid is not None
+    if late_s is not None:
+        sentence = f"The trial ran past trial.timeout_s={late_s:g}, did not stop by itself, and was killed."
+    elif code == -signal.SIGKILL:
+        sentence = (
+            "The trial's process was killed (signal 9), most likely because memory ran out. Use a smaller cache or "
+            "model, or run the same command again if you ended it yourself."
+        )
+    else:
+        how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        sentence = f"The trial's process {how}; see the trial's traceback and the log in {crash.parent}."
+    error = str(TrialCrashed(sentence))
+    stack = crash.read_text(encoding="utf-8", errors="replace") if crash.is_file() else ""
+    trial_id = tracking.store.close_trial_of(pid, error, stack or None)
+    return Outcome(trial_id or 0, "failed", error=error)
+
+
+@contextmanager
+def logged_in(file: Path) -> Iterator[None]:
+    """What is logged in this process goes to the file, too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file, delay=True)
+    handler.setFormatter(logging.Formatter(LOG_FORM))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def log_to_stderr() -> None:
+    """In a new process: warnings, as conf/hydra/job_logging has it."""
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORM, handlers=[console], force=True)
+
+
+def _serve(pipe: Connection, parent: Owner) -> None:
+    """Run what comes through the pipe, until the parent ends this process."""
+    os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
+    os.dup2(2, 1)  # what a trial prints is no result
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell told our parent to ignore it
+    remember_interrupts()
+    log_to_stderr()
+    with shelf.open_shelf(), suppress(EOFError, KeyboardInterrupt):
+        while True:
+            pipe.send(_attempt(*pipe.recv()))
+
+
+def _attempt(job: Job, outputs: Path) -> Outcome:
+    file = job.folder / CRASH_FILE
+    with logged_in(job.folder / LOG_FILE), file.open("w", encoding="utf-8") as crash:
+        faulthandler.enable(crash)  # a native crash leaves Python's stack there
+        try:
+            config = check(job.config)
+            tracking, plan = open_tracking(config.tracking, outputs), plan_trial(config)
+            return Attempt(plan, identity_of(plan, job.config), tracking, job).run()
+        except PensieveError as error:
+            return Outcome(0, "failed", error=str(error))
+        finally:
+            faulthandler.disable()
+            file.unlink(missing_ok=True)

@@ -11,13 +11,14 @@ import logging
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,8 @@ from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.trial.command import Jobs, in_turn
-from pensieve.lab.trial.job import (
-    LOG_FILE,
-    Job,
-    Outcome,
-    Tracking,
-    end_kept,
-    end_with,
-    log_to_stderr,
-    logged_in,
-    marks_of,
-    open_tracking,
-)
-from pensieve.lab.trial.run import run_trial
+from pensieve.lab.trial.job import Job, Outcome, Tracking, end_with, marks_of, open_tracking
+from pensieve.lab.trial.run import LOG_FILE, end_kept, log_to_stderr, logged_in, run_trial
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
     command_line,
@@ -71,7 +61,6 @@ from pensieve.units import NONE, duration, grid
 
 log = logging.getLogger(__name__)
 
-FIGURE_SCRIPT = "analysis/figures.py"
 MEMBERSHIP = "PENSIEVE_SWEEP"
 RESOLVED_FILE = "config.resolved.yaml"
 _SHOWN_FILES = (".png", ".md")  # of a figure's files: the picture, or the table
@@ -96,7 +85,7 @@ class OpenSweep:
         """overrides: its own. config: resolved."""
         swept = " ".join(text for text in overrides if text.partition("=")[0].lstrip("+") in self.axes)
         title, shown = f"[{number + 1}/{self.n_expected}] {swept}", self.owner == this_process()
-        return Job(title, folder, config, self.sweep_id, number, preflight=False, shown=shown)
+        return Job(title, folder, config, self.sweep_id, number, shown)
 
     @contextmanager
     def running(self) -> Iterator[Tracking]:
@@ -129,8 +118,8 @@ class OpenSweep:
                 replace(self.job(number, overrides, config, under / str(number)), shown=count == 1)
                 for number, (overrides, config) in enumerate(zip(jobs.jobs, configs, strict=True))
             ]
-            with performing(tracking, count) as perform:
-                for job, outcome in perform(waiting):
+            with performing(waiting, tracking, count) as performed:
+                for job, outcome in performed:
                     self.note(job, outcome, tracking)
 
     def note(self, job: Job, outcome: Outcome, tracking: Tracking) -> None:
@@ -164,10 +153,8 @@ class OpenSweep:
         jobs = store.trials_of_sweep(self.sweep_id)
         completed = len(jobs) >= self.n_expected and all(job.last.status == "completed" for job in jobs)
         store.set_sweep(self.sweep_id, status="completed" if completed else "failed")
-        with ThreadPoolExecutor(1) as beside:  # a process draws while this one makes the table and writes to MLflow
-            drawn = None
-            if tracking.kept and completed:
-                drawn = beside.submit(draw_figures, tracking, self.tracking.url_env, self.sweep_id)
+        drawn = drawing(tracking, self.tracking.url_env, self.sweep_id) if completed else nullcontext(list)
+        with drawn as figures:  # while this process makes the table and writes to MLflow
             table = sweep_table(store, self.sweep_id)
             try:
                 console().print(table.renderable, *fidelities(store, [job.last for job in jobs], self.sweep_id))
@@ -176,10 +163,9 @@ class OpenSweep:
                 discard_output()  # the sweep is still to be copied, and its status to be returned
             if tracking.mlflow:
                 copy_sweep(tracking.outputs, store, self.sweep_id, table)
-            figures = drawn.result() if drawn else []
-        for line in figure_lines(figures):
-            print(line)
-        if tracking.mlflow and figures:
+            paths = figures()
+        print_figures(paths)
+        if tracking.mlflow and paths:
             copy_sweep(tracking.outputs, store, self.sweep_id, table)
         return completed
 
@@ -243,35 +229,50 @@ def _asked(found: dict[str, Any]) -> dict[str, Any]:
 # -- after them ---------------------------------------------------------------------------------------------------------
 
 
-def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[Path]:
-    """Draw the figures that the sweep has data for and return the paths of pictures and tables.
+@contextmanager
+def drawing(tracking: Tracking, url_env: str | None, sweep_id: int) -> Iterator[Callable[[], list[Path]]]:
+    """Draw the figures that the sweep has data for beside the block, which calls what it is given for the paths of pictures
+    and tables: in another process, a fork where there are such."""
+    if not tracking.kept:
+        yield list
+        return
+    with ProcessPoolExecutor(1, _FORK) as beside:
+        drawn = beside.submit(_draw, tracking.outputs, url_env, sweep_id)
 
-    In a process of its own: the plotting libraries take seconds to import, and memory that the next trial could use.
-    """
-    script = conf_folder().parent / FIGURE_SCRIPT
-    where = ["--url-env", url_env] if url_env else []
-    command = [sys.executable, str(script), "--sweep", str(sweep_id), *where]
-    path = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))
-    settings = {**os.environ, "PENSIEVE_OUTPUTS": str(tracking.outputs), "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
-    if done.returncode != 0:
-        reason = done.stderr.strip().splitlines() or ["no reason given"]
-        say(f"Not every figure was drawn: {reason[-1]}")
-    return [Path(line) for line in done.stdout.splitlines() if line.endswith(_SHOWN_FILES)]
+        def paths() -> list[Path]:
+            try:
+                printed, problems = drawn.result()
+            except Exception as error:  # a package is missing, or the process was killed
+                printed, problems = "", str(error) or type(error).__name__
+            if problems:
+                say(f"Not every figure was drawn: {problems.splitlines()[-1]}")
+            return [Path(line) for line in printed.splitlines() if line.endswith(_SHOWN_FILES)]
+
+        yield paths
 
 
-def figure_lines(drawn: Sequence[Path]) -> list[str]:
-    return [f"{'Figure' if path.suffix == '.png' else 'Table'}:".ljust(10) + str(path) for path in drawn]
+def _draw(outputs: Path, url_env: str | None, sweep_id: int) -> tuple[str, str]:
+    """What drawing prints, and why not all of it was drawn, empty if it was."""
+    os.environ["PENSIEVE_OUTPUTS"] = str(outputs)
+    sys.path.insert(0, str(conf_folder().parent))
+    figures = import_module("analysis.figures")
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as told:
+        status = figures.main(["--sweep", str(sweep_id), *(["--url-env", url_env] if url_env else [])])
+    return out.getvalue(), told.getvalue().strip() or "no reason given" if status else ""
+
+
+def print_figures(paths: Sequence[Path]) -> None:
+    for path in paths:
+        print(f"{'Figure' if path.suffix == '.png' else 'Table'}:".ljust(10) + str(path), flush=True)
 
 
 # -- several at a time, each process running one after another --------------------------------------------------------
 
 
-Perform = Callable[[Sequence[Job]], Iterator[tuple[Job, Outcome]]]
-"""Runs jobs and gives the outcome of each when it is there, in any order."""
-
 A_PROCESS_BYTES = 2**30
 """What a simulated trial may come to: a million turns need a little more."""
+_FORK = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+"""A fork brings all that was imported and read here, which takes as long as a short trial."""
 
 
 def processes_here() -> int:
@@ -281,30 +282,23 @@ def processes_here() -> int:
 
 
 @contextmanager
-def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
-    """So many simulated trials at a time; with one, in this process. After Ctrl-C those under way are dead.
-
-    A fork brings all that was imported and read here, which takes as long as a short trial.
-    """
+def performing(jobs: Sequence[Job], tracking: Tracking, processes: int) -> Iterator[Iterator[tuple[Job, Outcome]]]:
+    """Run the jobs, so many simulated trials at a time; with one, in this process. Each comes with its outcome when it is
+    there, in any order. After Ctrl-C those under way are dead."""
     if processes == 1:
-        yield lambda jobs: ((job, outcome_of(job, tracking, say)) for job in jobs)
+        yield ((job, outcome_of(job, tracking)) for job in jobs)
         return
-    fork = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pool = ProcessPoolExecutor(processes, fork, _begin, (this_process(),))
-
-    def perform(jobs: Sequence[Job]) -> Iterator[tuple[Job, Outcome]]:
+    for late in ("pyarrow.parquet", "scipy.special"):
+        import_module(late)  # once here, not in each process
+    with ProcessPoolExecutor(processes, _FORK, _begin, (this_process(),)) as pool:
         futures = {pool.submit(_outcome_here, job, tracking.outputs): job for job in jobs}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-
-    try:
-        yield perform
-    except BaseException:
-        for child in multiprocessing.active_children():
-            child.kill()
-        raise
-    finally:  # whoever asked may have had enough
-        pool.shutdown(cancel_futures=True)
+        try:
+            yield ((futures[future], future.result()) for future in as_completed(futures))
+        except BaseException:
+            for child in multiprocessing.active_children():
+                child.kill()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _begin(owner: Owner) -> None:
@@ -314,15 +308,14 @@ def _begin(owner: Owner) -> None:
 
 
 def _outcome_here(job: Job, outputs: Path) -> Outcome:
-    tracking = open_tracking(TrackingConfig.model_validate(job.config["tracking"]), outputs)
-    return outcome_of(job, replace(tracking, mlflow=False), say)
+    return outcome_of(job, open_tracking(TrackingConfig.model_validate(job.config["tracking"]), outputs))
 
 
-def outcome_of(job: Job, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
+def outcome_of(job: Job, tracking: Tracking) -> Outcome:
     """Run the trial, whatever becomes of it."""
     with logged_in(job.folder / LOG_FILE):
         try:
-            return run_trial(job, tracking, say)
+            return run_trial(job, tracking)
         except Exception as error:  # before there was a trial to record it in; the others go on
             log.info("%s could not begin its trial", job.title, exc_info=error)
             return Outcome(0, "failed", error=explain(error))
@@ -349,7 +342,7 @@ def run_composed(cfg: DictConfig) -> None:
     texts, folder = [str(text) for text in hydra.overrides.task], Path(hydra.runtime.output_dir)
     with sweep.running() as tracking:
         job = sweep.job(int(hydra.job.num), texts, resolved(cfg), folder)
-        sweep.note(job, outcome_of(job, tracking, say), tracking)
+        sweep.note(job, outcome_of(job, tracking), tracking)
 
 
 def run_single(cfg: DictConfig, config: TrialConfig) -> None:
@@ -359,7 +352,7 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
     job, store = Job(f"{config.model.name} {config.baseline.name}", folder, resolved(cfg)), tracking.store
     keep_resolved(folder, job.config)
     try:
-        outcome = run_trial(job, tracking, say)
+        outcome = run_trial(job, tracking)
     except KeyboardInterrupt:
         ends_interrupted()
         say("Interrupted; the trial is marked so, and the same command runs it again.")

@@ -29,8 +29,8 @@ from pensieve import __version__
 from pensieve.core.request import Free, Sampling
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose.conf import outputs_folder
-from pensieve.lab.compose.model_files import model_identity
-from pensieve.lab.compose.settings import ModelConfig, check_node, resolved
+from pensieve.lab.compose.model_files import ModelConfig, model_identity
+from pensieve.lab.compose.settings import check_node, resolved
 from pensieve.lab.trial.terminal import say
 from pensieve.serve.server.api import Server, Turn, server_of
 from pensieve.serve.server.conversations import LONGEST_NAME, Stored, session_name
