@@ -58,9 +58,6 @@ class Paths:
     recompute: int = 0
     hole: int = 0
     preempted: int = 0
-    shared: int = 0
-    edited: int = 0
-    refused: int = 0
     cancelled: int = 0
     worst: float = 0.0
 
@@ -191,9 +188,7 @@ class CheckedEngine(TalkingEngine):
         paths.cpu_restore += bool(turn.cpu_hit_tokens)
         paths.again += bool(turn.cpu_recomputed_tokens)
         paths.recompute += bool(turn.recomputed_tokens)
-        paths.shared += bool(turn.shared_hit_tokens)
         paths.preempted += bool(turn.resumed_swapped_tokens or turn.resumed_recomputed_tokens)
-        paths.refused += turn.status == "refused"
         paths.cancelled += turn.status in ("cancelled", "timeout")
 
     def _poison(self, everything: bool = False) -> None:

@@ -232,9 +232,8 @@ def _submit(engine: CheckedEngine, operation: Operation, number: int) -> None:
         kept = int(operation.keep * len(parent.tokens))
         prompt, fork = parent.tokens[:kept] + prompt, Fork(parent.name, kept, takes_kv=operation.output == 4)
     if session is not None:
-        edits = operation.kind == "edit"
-        prompt = session.tokens[: int(operation.keep * len(session.tokens)) if edits else None] + prompt
-        engine.paths.edited += edits
+        kept = int(operation.keep * len(session.tokens)) if operation.kind == "edit" else None
+        prompt = session.tokens[:kept] + prompt
     sampling = Sampling(temperature=operation.temperature, top_k=20, seed=number)
     engine.submit(Request(number, operation.session, number, prompt, Length(operation.output), sampling, fork=fork))
 

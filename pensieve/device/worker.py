@@ -49,16 +49,6 @@ class TorchOptions:
     transfer: Callable[[KvTensors, Link | None], Transfer] = Transfer
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """blocks: of the GPU tier. Beside them is reserved what was measured: iteration_bytes, of the largest iteration with its
-    sampler, while it runs; standing_bytes, of graphs and their pool, standing plans and libraries' workspaces."""
-
-    blocks: int
-    iteration_bytes: int
-    standing_bytes: int
-
-
 def largest_rows(tokens: int, requests: int, max_context: int) -> tuple[list[Row], list[Row]]:
     """The two iterations that take most memory: one of the longest rows, and one of the most sampled rows. All are rows of
     slot 0, so that they share its blocks; whether the last one is sampled, and of which slot, does not matter. They are
@@ -115,7 +105,7 @@ class TorchWorker:
         self._graphs: DecodeGraphs | None = None
         self._copies = ""
         self._link = link
-        self._room: Room | None = None
+        self._reserved: dict[str, int | None] = {"iteration_bytes": None, "standing_bytes": None}
 
     @property
     def tensors(self) -> KvTensors:
@@ -128,8 +118,9 @@ class TorchWorker:
         return self._transfer
 
     def room(self) -> int:
-        """GPU blocks that fit beside the weights, the largest iteration, and what the worker makes at its start, as measured;
-        only on a GPU, before `start`.
+        """GPU blocks that fit beside the weights, and beside what was measured: iteration_bytes, of the largest iteration
+        with its sampler, while it runs; standing_bytes, of graphs and their pool, standing plans and libraries' workspaces.
+        Only on a GPU, before `start`.
 
         Raises HardwareMissing with the numbers, also where the iteration itself does not fit.
         """
@@ -161,7 +152,7 @@ class TorchWorker:
         spare = max(0, fit.bit_length() - _KEPT_BITS)
         if (fit := fit >> spare << spare) < LEAST_BLOCKS:
             raise HardwareMissing(self._no_room(beside, total, format_bytes(working)))
-        self._room = Room(fit, working, free - beside)
+        self._reserved = {"iteration_bytes": working, "standing_bytes": free - beside}
         return fit
 
     def _no_room(self, free: int, total: int, needs: str) -> str:
@@ -224,8 +215,7 @@ class TorchWorker:
             "chunk_tokens": self.chunk_tokens,
             "gpu_pool_bytes": tensors.gpu_bytes if tensors else 0,
             "cpu_pool_bytes": tensors.cpu_bytes if tensors else 0,
-            "iteration_bytes": self._room.iteration_bytes if self._room else None,
-            "standing_bytes": self._room.standing_bytes if self._room else None,
+            **self._reserved,
             "copies": self._copies,
             "disk_load_s": self._transfer.below_load_s if self._transfer else 0.0,
         }

@@ -17,7 +17,7 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import IMPLEMENTATION, TransformersForward, paged_attention, register
 from pensieve.device.fused import build_fused
 from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
-from pensieve.device.model import attention_here, choose
+from pensieve.device.model import choose
 from pensieve.device.self_check import MULTIPLE, check_against_eager, upcast
 from pensieve.errors import EngineMissing, UnsupportedModel
 from pensieve.specs import ModelSpec
@@ -155,12 +155,8 @@ def test_upcast_holds_one_layer_at_a_time_and_lets_go_of_it_when_a_forward_fails
 
 @pytest.fixture
 def asked_for(monkeypatch):
-    """Backend "absent" is not installed, "wrong" computes something else; returns the blocks' sizes it was asked for."""
-    load, chunks, off = loaded.load_backend, [], _changed(lambda result: result + 1.0)
-
-    def wrong(batch, pool, chunk_tokens):
-        chunks.append(chunk_tokens)
-        return off(batch, pool, chunk_tokens)
+    """Backend "absent" is not installed, "wrong" computes something else."""
+    load, wrong = loaded.load_backend, _changed(lambda result: result + 1.0)
 
     def load_backend(name, *where):
         if name == "absent":
@@ -170,7 +166,6 @@ def asked_for(monkeypatch):
         return backend
 
     monkeypatch.setattr(loaded, "load_backend", load_backend)
-    return chunks
 
 
 def _choose(model, *backends):
@@ -198,7 +193,6 @@ def test_the_first_that_loads_and_passes_serves_and_a_fall_back_is_warned_of(lla
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert chosen.fell_back == (loud is not None) == bool(warned)
     assert loud is None or re.search(loud, warned[0])
-    assert set(asked_for) <= {16}, "a kernel is checked with the blocks that it will serve"
 
 
 def test_the_one_that_was_asked_for_raises(llama, asked_for):
@@ -206,16 +200,6 @@ def test_the_one_that_was_asked_for_raises(llama, asked_for):
         _choose(llama, "absent")
     with pytest.raises(UnsupportedModel, match="fails its self-check"):
         _choose(llama, "wrong")
-
-
-def test_what_serves_here_is_told_without_a_model(asked_for, monkeypatch):
-    def here(*names):
-        monkeypatch.setattr(loaded, "candidates", lambda asked, kind: names)
-        return attention_here("auto", CPU, torch.float32, 16, 16)
-
-    assert here("reference") == ("reference", "", False)
-    assert here("absent", "reference") == ("reference", "Not absent: It is not installed.", True)
-    assert here("absent", "wrong", "reference") == ("wrong", "Not absent: It is not installed.", False)
 
 
 def test_a_fused_forward_that_is_wrong_is_not_used(monkeypatch):
