@@ -15,7 +15,7 @@ from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import Holding, Reading, ResultsStore, open_store
 from pensieve.serve.record import Miss, TurnRecord
 from tests.results.test_database import in_another_process
-from tests.results.trials import MEMORY, add_trial, open_sweep, trial_fields, turn
+from tests.results.trials import MEMORY, add_trial, holdings_of, open_sweep, trial_fields, turn
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_ledgers_go_with_their_turns_and_trial(tmp_path: Path) -> None:
     store.add_turns(trial, [one, other])
     held = [Holding("a", "cpu", 1.5, 0.0, 1.5), Holding("a", "gpu", 2.5, 0.25, 2.0)]
     store.add_holdings(trial, held)
-    assert store.holdings_of(trial) == held
+    assert holdings_of(store, trial) == held
     with pytest.raises(IntegrityError):
         store.add_holdings(trial, held[:1])
     lines = text(

@@ -7,12 +7,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import select
+
 from pensieve.lab.metrics import MetricValue
-from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.schema import holding_table
+from pensieve.lab.results.store import Holding, ResultsStore
 from pensieve.lab.results.tokens import TokenFile
 from pensieve.serve.record import TurnRecord
 
 MEMORY = "sqlite://"
+
+
+def holdings_of(store: ResultsStore, trial_id: int) -> list[Holding]:
+    c = holding_table.c
+    query = select(*(c[name] for name in Holding._fields)).where(c.trial_id == trial_id).order_by(c.session, c.tier)
+    with store.database.reading() as connection:
+        return [Holding(*row) for row in connection.execute(query)]
 
 
 def write_tokens(path: Path, turns: Iterable[TurnRecord]) -> Path | None:

@@ -6,6 +6,7 @@ from sqlalchemy import text
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.sim.worker import simulated_cost
 from tests.composed import checked
+from tests.results.trials import holdings_of
 from tests.test_holding import positions_s
 from tests.trial.running import run
 
@@ -61,7 +62,7 @@ def test_sums_of_the_rows(tracking, baseline):
     assert all(one.phase != "warmup" for one in again)
     assert saved + found["recomputed_s", ""] == pytest.approx(whole)
     hit = {one.session for one in turns if one.gpu_hit_tokens or one.cpu_hit_tokens or one.shared_hit_tokens}
-    assert hit == {one.session for one in tracking.store.holdings_of(trial) if one.saved_s}
+    assert hit == {one.session for one in holdings_of(tracking.store, trial) if one.saved_s}
     assert len(hit) > 4 and again
     told = {int(label): value for (name, label), value in found.items() if name == "prefill_s"}
     assert sorted(told) == [32 * 2**n for n in range(len(told))]

@@ -213,7 +213,7 @@ def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> s
     changed = {
         field: (ones.get(field, "nothing"), others.get(field, "nothing"))
         for field in {**ones, **others}
-        if ones.get(field) != others.get(field) and field not in (*varying, "seed", "repeat", "experiment_name")
+        if ones.get(field) != others.get(field) and field not in (*varying, "seed", "repeat")
     }
     parts = [
         f"{shown} ({changed[field][0]} in A, {changed[field][1]} in B)" for field, shown in _telling(changed).items()

@@ -400,7 +400,6 @@ COLUMNS = frozenset(column.name for column in Trial.__table__.columns)
 _OPTIONS = ("model", "cache", "eviction", "scheduler", "workload", "hardware")  # axes that columns hold by name
 _OVERLAYS = ("experiment", "replay", "scale")  # axes whose options are laid over the whole configuration
 _WITHIN_A_GROUP = ("seed", "repeat", "baseline")
-_NOT_MEASURED = ("hydra", "tracking", "trial", "force", "resume", "slo")  # how a trial is run and where it is kept
 
 
 # Fields and axes
@@ -435,14 +434,14 @@ def leaves(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 
 def flat(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(dotted field, value as text) of a configuration, without the fields that only say where a trial is kept."""
-    kept = {key: value for key, value in config.items() if key not in _NOT_MEASURED}
+    kept = {key: value for key, value in config.items() if key not in NOT_CONFIG}
     return [(name, text_of(value)) for name, value in leaves(kept) if not isinstance(value, Mapping)]
 
 
 def differences(trials: Iterable[Trial]) -> set[str]:
     """Dotted fields of the configuration that have more than one value among these trials; seed and repeat aside."""
     found = [dict(flat(trial.config)) for trial in trials]
-    names = {name for one in found for name in one} - {"seed", "repeat", "experiment_name"}
+    names = {name for one in found for name in one} - {"seed", "repeat"}
     return {name for name in names if len({one.get(name, "") for one in found}) > 1}
 
 

@@ -299,27 +299,27 @@ _RULES: Sequence[Callable[[Frame, Sequence[Panel]], Told]] = (
 )  # fmt: skip
 
 
+_LOAD = {
+    "sessions": "conversations",
+    "message_tokens_mean": "tokens a message",
+    "reply_tokens_mean": "a reply",
+    "think_time_s": "s of think time",
+    "think_time_cap_s": "s of it at most",
+    "request_interval_s": "s between arrivals",
+}
+
+
 def load_line(trials: Sequence[Trial]) -> str | None:
     """What was asked: the load's kind and rate, and the lengths of conversations, messages and replies."""
-    known = [plan for trial in trials if (plan := plan_of(trial))]
-    parts = []
-    for name, words in (
-        ("sessions", "conversations"),
-        ("message_tokens_mean", "tokens a message"),
-        ("reply_tokens_mean", "a reply"),
-        ("think_time_s", "s of think time"),
-        ("think_time_cap_s", "s of it at most"),
-        ("request_interval_s", "s between arrivals"),
-    ):
-        if values := [float(plan[name]) for plan in known if isinstance(plan.get(name), int | float)]:
-            low, high = min(values), max(values)
-            span = f"{low:,.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:,.4g} to {high:,.4g}"
-            kinds = sorted({str(plan["replies"]) for plan in known if "replies" in plan})
-            of = f" ({', '.join(kinds)})" if kinds and name == "reply_tokens_mean" else ""
-            parts.append(f"{span} {words}{of}")
-    load = ", ".join(sorted({str(plan["load"]) for plan in known if "load" in plan}))
-    load += ", tokens are bytes" if load and any(byte_notes(plan) for plan in known) else ""
-    return f"Load ({load}): {', '.join(parts)}." if load else None
+    plans, parts = [plan for trial in trials if (plan := plan_of(trial))], []
+    for name, words in _LOAD.items():
+        if values := [float(plan[name]) for plan in plans if isinstance(plan.get(name), int | float)]:
+            ends = dict.fromkeys(f"{end:,.4g}" for end in (min(values), max(values)))
+            parts.append(f"{' to '.join(ends)} {words}")
+    kinds = [
+        kind for name in ("load", "replies") for kind in sorted({str(plan[name]) for plan in plans if name in plan})
+    ]
+    return f"Load ({', '.join(kinds)}): {', '.join(parts)}." if kinds else None
 
 
 def _cells(panels: Sequence[Panel]) -> list[tuple[Panel, str, Sequence[Trial]]]:

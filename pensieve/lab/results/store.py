@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import URL, ColumnElement, Connection, Row, Select, Table, func, insert, select, update
+from sqlalchemy import URL, ColumnElement, Connection, Row, Select, func, insert, select, update
 from sqlalchemy.orm import Session, aliased
 
 from pensieve.core.plan import Tier
@@ -39,7 +39,6 @@ from pensieve.lab.turns import Turns
 from pensieve.serve.record import PREPARING, TurnRecord
 
 T = TypeVar("T")
-N = TypeVar("N", "Reading", "Holding")
 
 DATABASE_NAME = "results.db"
 LATEST = "latest"  # beside the folders of the sweeps' figures, a link to the one that was drawn last
@@ -357,11 +356,6 @@ class ResultsStore:
     def add_holdings(self, trial_id: int, holdings: Iterable[Holding]) -> None:
         self._add(holding_table, trial_id, (one._asdict() for one in holdings))
 
-    def holdings_of(self, trial_id: int) -> list[Holding]:
-        """Return what was held by conversation and tier; empty where it was not counted: outside engines, several replicas,
-        older trials."""
-        return self._read(Holding, holding_table, trial_id, "session", "tier")
-
     def add_metrics(self, trial_id: int, metrics: Iterable[MetricValue]) -> None:
         """A value that is not finite is stored as null, since databases do not agree on how to store it."""
         found = list(metrics)
@@ -373,18 +367,15 @@ class ResultsStore:
         self._add(sample_table, trial_id, ({**r._asdict(), "value": _finite(r.value)} for r in readings))
 
     def samples_of(self, trial_id: int) -> list[Reading]:
-        return self._read(Reading, sample_table, trial_id, "at_s")
+        query = select(*(sample_table.c[name] for name in Reading._fields)).where(sample_table.c.trial_id == trial_id)
+        with self.database.reading() as connection:
+            return [Reading(*row) for row in connection.execute(query.order_by(sample_table.c.at_s))]
 
     def _add(self, table: Any, trial_id: int, rows: Iterable[Mapping[str, Any]]) -> None:
         values = [{**row, "trial_id": trial_id} for row in rows]
         if values:
             with self.database.writing() as connection:
                 connection.execute(insert(table), values)
-
-    def _read(self, kind: type[N], table: Table, trial_id: int, *order: str) -> list[N]:
-        query = select(*(table.c[name] for name in kind.__annotations__)).where(table.c.trial_id == trial_id)
-        with self.database.reading() as connection:
-            return [kind(*row) for row in connection.execute(query.order_by(*order))]
 
     def add_artifact(self, trial_id: int, kind: str, path: Path) -> None:
         """Record a file with its digest, or a folder without. The file stays where it is; adding it again updates it."""
