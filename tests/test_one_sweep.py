@@ -14,34 +14,28 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 MOST = 60
 
 SCRIPT = """
-import json, sys, threading
+import cProfile, json, sys
 from pathlib import Path
 
-checkout, seen = Path(sys.argv[1]), set()
-
-def see(frame, event, arg):
-    if event == "call":
-        seen.add(frame.f_code)
-
+checkout, status, profile = Path(sys.argv[1]), None, cProfile.Profile()
 sys.path.insert(0, str(checkout))
 sys.argv = ["runners/run.py", *sys.argv[2:]]
-sys.setprofile(see)
-threading.setprofile(see)
-status = None
+profile.enable()
 try:
     from pensieve import cli
     cli.run()
 except SystemExit as left:
     status = left.code
-sys.setprofile(None)
+profile.disable()
 CO_OPTIMIZED = 1  # a function, not a module or the body of a class
-ran = {Path(code.co_filename) for code in seen if code.co_flags & CO_OPTIMIZED}
+codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
+ran = {Path(code.co_filename) for code in codes if code.co_flags & CO_OPTIMIZED}
 own = [str(file.relative_to(checkout)) for file in ran if file.is_relative_to(checkout / "pensieve")]
 print(json.dumps([status, sorted(own)]))
 """
 
 
-@pytest.mark.slow  # 15 CPU s under the hook
+@pytest.mark.slow
 def test_a_sweep_of_four_simulated_trials_runs_functions_of_few_files(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.delenv("PYTEST_CURRENT_TEST")

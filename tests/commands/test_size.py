@@ -38,7 +38,7 @@ def listed(sizes):
     return f"[{','.join(sizes)}]"
 
 
-MAP = (f"size.gpu={listed(GPU)}", f"size.cpu={listed(CPU)}", "size.processes=1", "tracking.mlflow=false")
+MAP = (f"size.gpu={listed(GPU)}", f"size.cpu={listed(CPU)}", "trial.isolate=false", "tracking.mlflow=false")
 
 
 @pytest.fixture
@@ -186,22 +186,6 @@ def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_t
         check_memory(plan_trial(check(load.of(*question.sizes(question.corner), 0))))
 
 
-def test_a_map_beside_a_disk_is_one_of_its_own(outputs):
-    """Its cells have the disk, and what it holds counts as found."""
-    sizes = ("size.gpu=[256 tokens]", "size.cpu=[64 tokens,128 tokens]", "size.seeds=[3]")
-    slow = ("model=llama2_70b", "hardware=sim_a100_80g", "hardware.gpus=4")  # to compute, so that a disk is faster
-    _, without = planned(outputs, *sizes, *slow)
-    _, beside = planned(outputs, *sizes, *slow, "cache.disk=16384 tokens")
-    assert trials(outputs) == 4
-    for place in beside.cells:
-        assert beside.mean(place, "found") > without.mean(place, "found")
-        turns = open_store(outputs).turns_of(beside.trial(place).id)
-        known = [turn for turn in turns if turn.phase != "warmup" and turn.history_tokens is not None]
-        hits = sum(turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.disk_hit_tokens for turn in known)
-        assert beside.mean(place, "found") == pytest.approx(hits / sum(turn.history_tokens for turn in known))
-    assert sum(turn.disk_hit_tokens for turn in known) > 0
-
-
 # -- in words, of made-up trials ----------------------------------------------------------------------------------------
 
 
@@ -277,7 +261,7 @@ def test_the_cells_just_below_the_smallest_run_with_every_seed():
     def known():
         return SizeMap(question, Made(), {place: cell(seeds) for place, seeds in sorted(ran.items())})
 
-    plan = planner._Planner(None, question, planner.SizeSettings(), type("C", (), {"force": False}), None, 1, None)
+    plan = planner._Planner(None, question, type("C", (), {"force": False}), None, 1, None)
     while tasks := plan._wanted(known()):
         for place, seed in tasks:
             ran.setdefault(place, {})[seed] = (most[seed][place[0]] if place[1] >= 5 else 0.4, 500.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pensieve.lab.compose.conf import conf_folder, options, read_option
+from pensieve.lab.compose.conf import options, read_option
 from pensieve.lab.compose.model_files import ModelConfig
 from pensieve.lab.compose.settings import check, resolved
 from pensieve.specs import ModelSpec
@@ -46,10 +46,3 @@ def test_every_option_composes_carries_its_name_and_is_the_same_read_by_itself(g
 def test_architectures_have_the_published_size(model, billions):
     architecture = ModelConfig.model_validate(resolved(composed(f"model={model}"))["model"]).architecture
     assert ModelSpec.from_architecture(model, architecture).parameters / 1e9 == pytest.approx(billions, rel=0.02)
-
-
-def test_every_yaml_begins_with_a_comment():
-    for file in conf_folder().glob("[a-z]*/**/*.yaml"):
-        if {"hydra", "figure"} & {*file.parts}:  # a figure begins with its title
-            continue
-        assert file.read_text().startswith("#"), file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.lab.compose.build import Batches, stateless_capacity
+from pensieve.lab.compose.build import stateless_capacity
 
 
 class Cost:
@@ -30,5 +30,5 @@ HELD = (10 * (10 + 5) + 100 * (10 + 50)) / 110
     ],
 )  # fmt: skip
 def test_what_bounds_the_batch_bounds_the_capacity(lengths, bounds, expected):
-    batches = Batches(**{"kv_tokens": 10**6, "requests": 10**6, "positions": 10**6, **bounds})
-    assert stateless_capacity(Cost(), lengths, batches) == pytest.approx(expected)
+    free = {"kv_tokens": 10**6, "requests": 10**6, "positions": 10**6}
+    assert stateless_capacity(Cost(), lengths, **(free | bounds)) == pytest.approx(expected)

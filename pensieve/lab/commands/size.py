@@ -32,7 +32,7 @@ from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.size_map import SETTINGS, Place, Prices, Question, SizeMap, read_map
 from pensieve.lab.reuse import reuse_of
 from pensieve.lab.trial.job import Job, Outcome, Tracking, open_tracking
-from pensieve.lab.trial.sweep import brief, drawing, performing, places, print_figures, processes_here
+from pensieve.lab.trial.sweep import brief, drawing, performing, places, print_figures
 from pensieve.lab.trial.terminal import INTERRUPTED, command_line, console, ends_interrupted, say
 from pensieve.lab.workload.base import WorkloadPlan
 from pensieve.units import NONE, ceil_div, duration, grid, parse_capacity, percent, significant
@@ -59,7 +59,6 @@ class SizeSettings(BaseModel):
     knee: float = Field(0.99, gt=0.0, le=1.0)
     percentile: Literal["p50", "p90", "p99"] = "p90"
     by: Literal["trials", "reuse"] = "trials"
-    processes: int | None = Field(None, ge=1)
     prices: Prices = Prices()
 
 
@@ -245,7 +244,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
     store = tracking.store
     store.interrupt_dead()
     sweep_id = _open(tracking, load, question, typed, first)
-    planner = _Planner(load, question, settings, first, tracking, sweep_id, folder)
+    planner = _Planner(load, question, first, tracking, sweep_id, folder)
     try:
         found = planner.run()
     except KeyboardInterrupt:
@@ -293,7 +292,6 @@ Task = tuple[Place, int]  # a cell and a seed
 class _Planner:
     load: Load
     question: Question
-    settings: SizeSettings
     config: TrialConfig
     tracking: Tracking
     sweep_id: int
@@ -307,12 +305,9 @@ class _Planner:
         axes = "; ".join(f"{axis} = {', '.join(sizes)}" for axis, sizes in q.axes.items())
         shape = " x ".join(str(len(sizes)) for sizes in q.axes.values())
         say(f"Map of {shape} sizes, {len(q.seeds)} seed{'s' * (len(q.seeds) > 1)}: {axes}")
-        processes = self.settings.processes or processes_here()
-        if not self.config.hardware.simulated:
-            processes = 1  # real trials wait for their device
         while tasks := self._wanted(self._map()):
             began = time.monotonic()
-            with performing([self._job(task) for task in tasks], self.tracking, processes) as performed:
+            with performing([self._job(task) for task in tasks], self.tracking) as performed:
                 for count, (job, outcome) in enumerate(performed, start=1):
                     left_s = (time.monotonic() - began) / count * (len(tasks) - count)
                     self._note(job, outcome, f"[{count} of {len(tasks)} in this round, {duration(left_s)} left]")

@@ -51,15 +51,6 @@ Lengths = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
-    """What bounds a batch. kv_tokens: of the pool that requests may fill; requests, positions: of one iteration."""
-
-    kv_tokens: int
-    requests: int
-    positions: int
-
-
-@dataclass(frozen=True, slots=True)
 class Parts:
     """The factories that the configuration names by dotted paths, with their checked fields bound. A baseline has a cache
     manager or an engine of its own; simulated: what stands for that engine on a simulated machine."""
@@ -357,9 +348,8 @@ def _capacity(plan: TrialPlan) -> Callable[[Lengths], float]:
     whatever this trial's baseline is."""
     s = plan.config.scheduler
     kv_tokens = int((1 - s.admission_reserve) * plan.budget_gpu_blocks) * plan.chunk_tokens
-    batches = Batches(kv_tokens, s.max_batch_requests, s.max_batch_tokens)
     cost = simulated_cost(plan.model, plan.hardware, plan.chunk_tokens)
-    return lambda lengths: stateless_capacity(cost, lengths, batches)
+    return lambda lengths: stateless_capacity(cost, lengths, kv_tokens, s.max_batch_requests, s.max_batch_tokens)
 
 
 def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, WorkloadPlan]:
@@ -472,8 +462,9 @@ def check_free_memory(plan: TrialPlan) -> None:
         check_memory(plan, free_device_bytes(plan.device))
 
 
-def stateless_capacity(cost: SimulatedCost, lengths: Lengths, batches: Batches) -> float:
-    """Requests a second that stateless serving finishes when it never lacks work.
+def stateless_capacity(cost: SimulatedCost, lengths: Lengths, kv_tokens: int, requests: int, positions: int) -> float:
+    """Requests a second that stateless serving finishes when it never lacks work. kv_tokens: of the pool that requests may
+    fill; requests, positions: of one iteration, at most.
 
     Mean values of its steady state: as many requests run as the KV pool holds (or an iteration takes); each iteration
     decodes a token for all of them and prefills the prompts of as many as finish. Queueing, suspension, the spread of lengths
@@ -486,7 +477,7 @@ def stateless_capacity(cost: SimulatedCost, lengths: Lengths, batches: Batches) 
     # A request holds its prompt and the reply so far, for as many iterations as its reply has tokens.
     held = sum(reply * (prompt + reply / 2) for prompt, reply in lengths) / replies
     prefilled = prompts / replies  # positions, for each one that is decoded
-    running = min(batches.requests, batches.kv_tokens / held, batches.positions / (1 + prefilled))
+    running = min(requests, kv_tokens / held, positions / (1 + prefilled))
     decodes = max(1, round(running))
     chunk = round(decodes * prefilled)
     middle = sum(prompt * prompt for prompt, _ in lengths) / prompts / 2  # the mean position of a prompt's tokens

@@ -107,18 +107,15 @@ class OpenSweep:
             end_kept()
 
     def run(self, folder: Path, jobs: Jobs, configs: Sequence[dict[str, Any]]) -> None:
-        """Run the jobs: real ones in turn, which share a model, simulated ones side by side unless trial.isolate says
-        otherwise. folder: for theirs. configs: resolved."""
+        """Run the jobs, of which real ones share a model. folder: for theirs. configs: resolved."""
         simulated = all(config["hardware"]["simulated"] for config in configs)
-        beside = simulated and all(config["trial"]["isolate"] == "auto" for config in configs)
         with self.running() as tracking, nullcontext() if simulated else shelf.open_shelf():
             under = folder if tracking.kept else tracking.outputs
-            count = min(processes_here(), len(configs)) if beside else 1
             waiting = [
-                replace(self.job(number, overrides, config, under / str(number)), shown=count == 1)
+                self.job(number, overrides, config, under / str(number))
                 for number, (overrides, config) in enumerate(zip(jobs.jobs, configs, strict=True))
             ]
-            with performing(waiting, tracking, count) as performed:
+            with performing(waiting, tracking) as performed:
                 for job, outcome in performed:
                     self.note(job, outcome, tracking)
 
@@ -282,16 +279,18 @@ def processes_here() -> int:
 
 
 @contextmanager
-def performing(jobs: Sequence[Job], tracking: Tracking, processes: int) -> Iterator[Iterator[tuple[Job, Outcome]]]:
-    """Run the jobs, so many simulated trials at a time; with one, in this process. Each comes with its outcome when it is
-    there, in any order. After Ctrl-C those under way are dead."""
+def performing(jobs: Sequence[Job], tracking: Tracking) -> Iterator[Iterator[tuple[Job, Outcome]]]:
+    """Run the jobs: real ones in turn, simulated ones side by side unless trial.isolate says otherwise. Each comes with its
+    outcome when it is there, in any order. After Ctrl-C those under way are dead."""
+    beside = all(job.config["hardware"]["simulated"] and job.config["trial"]["isolate"] == "auto" for job in jobs)
+    processes = min(processes_here(), len(jobs)) if beside else 1
     if processes == 1:
         yield ((job, outcome_of(job, tracking)) for job in jobs)
         return
     for late in ("pyarrow.parquet", "scipy.special"):
         import_module(late)  # once here, not in each process
     with ProcessPoolExecutor(processes, _FORK, _begin, (this_process(),)) as pool:
-        futures = {pool.submit(_outcome_here, job, tracking.outputs): job for job in jobs}
+        futures = {pool.submit(_outcome_here, replace(job, shown=False), tracking.outputs): job for job in jobs}
         try:
             yield ((futures[future], future.result()) for future in as_completed(futures))
         except BaseException:
