@@ -9,14 +9,11 @@ import pytest
 from pensieve.lab.metrics import Measurement, summarise
 from pensieve.lab.results.export import baseline_report
 from pensieve.lab.results.frame import (
-    KEY,
     Frame,
     by_conversation,
     conversation_ends,
-    field_of,
     found_more,
     gap_closed,
-    leaves,
     measured_turns,
     paired,
     positive_ratio,
@@ -40,14 +37,6 @@ def frame_of(store, turns, *columns, measured=True, **changed):
     sweep_id = open_sweep(store)
     trial = store.trial(add_trial(store, sweep_id, 0, "pensieve", numbered(turns), **changed))
     return turn_frame(store, [trial], *columns, measured=measured)
-
-
-def test_a_frame_holds_the_turns_that_count_under_their_keys(store):
-    turns = [turn("w", 1, phase="warmup"), turn("a", 1, 5.0), turn("a", 2, None, status="timeout"), turn("a", 3, 7.0)]
-    frame = frame_of(store, turns, "ttft_ms", seed=4, repeat=2)
-    assert frame.index.names == KEY
-    assert frame.index.to_list() == [(4, 2, "a", 1, 0), (4, 2, "a", 3, 0)]
-    assert frame["ttft_ms"].to_list() == [5.0, 7.0]
 
 
 def test_of_two_rows_with_one_key_the_later_one_is_kept_and_no_trials_are_an_empty_frame(store):
@@ -92,18 +81,6 @@ def test_the_gap_closed_is_in_tokens_of_all_tiers(store):
     assert gap_closed(policy, start, {0: 0.6}).value == pytest.approx(0.25)
     assert gap_closed(policy, start, {0: 0.2}) is None, "lru is at the bound"
     assert found_more(policy, start).value == pytest.approx(0.1)
-
-
-def test_a_trials_fields_are_found_by_name(store):
-    config = {"workload": {"name": "chat", "reuse": {}}, "hydra": {"job": 1}, "model": {"hub": None, "sizes": [1, 2]}}
-    made = add_trial(store, open_sweep(store), 0, "pensieve", [], config=config)
-    store.set_trial(made, flags={"load": "closed"})
-    trial = store.trial(made)
-    names = ("baseline", "workload.name", "flags.load", "workload.absent", "model.hub.deeper")
-    assert [field_of(trial, name) for name in names] == ["pensieve", "chat", "closed", None, None]
-    assert dict(leaves(config)) == {
-        "workload.name": "chat", "workload.reuse": {}, "model.hub": None, "model.sizes": [1, 2],
-    }  # fmt: skip
 
 
 def steps():

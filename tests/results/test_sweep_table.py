@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,13 @@ def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
     assert "identical" in table.text() and "1 differ" in table.text()
     [note] = [one for one in table.notes if one.code == "outputs_differ"]
     assert "stateless's: gpu_only in 1 of 19 turns, margin at most 2.0e-03" in note.text
+    silent = {"gpu_only": other, "stateless": conversation_turns(SLOW)}
+    for record in (record for own in silent.values() for record in own):
+        record.margins = array("d")
+    for job, (baseline, own) in enumerate(silent.items(), start=3):
+        add_trial(store, sweep, job, baseline, own, tokens=tmp_path, seed=1)
+    [note] = [one for one in sweep_table(store, sweep).notes if one.code == "outputs_differ"]
+    assert "in 2 of 38 turns, unknown margin" in note.text, "one seed does not tell it"
 
 
 def settings(**changed: Any) -> dict[str, Any]:
