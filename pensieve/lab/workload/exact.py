@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from pensieve.core.request import Hint, History, TokenArray, tokens_of
 from pensieve.errors import ConfigError
@@ -109,7 +111,7 @@ class PrefixInvalidationWorkload(Playback):
         self,
         context: WorkloadContext,
         *,
-        blocks: str = "512/256",
+        blocks: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] = "512/256",
         query_tokens: Count = 20,
         new_tokens: Count = 50,
         rounds: Count = 10,
@@ -118,7 +120,7 @@ class PrefixInvalidationWorkload(Playback):
         discard: NoneOrMore = 1,
         timeout_s: Positive | None = None,
     ) -> None:
-        a_tokens, b_tokens = _lengths(blocks)
+        a_tokens, b_tokens = map(int, blocks.split("/"))
         longest = a_tokens + b_tokens + query_tokens + new_tokens
         if longest > context.max_context:
             raise ConfigError(
@@ -162,13 +164,6 @@ class PrefixInvalidationWorkload(Playback):
             context, (), cases, Users([cases]), lambda _, turn: settle_s if turn else 0.0,
             timeout_s=timeout_s, facts={"requests_at_once": 1}, cache_state="primed", working_set=longest - 1,
         )  # fmt: skip
-
-
-def _lengths(blocks: str) -> tuple[int, int]:
-    parts = blocks.split("/")
-    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f'workload.blocks={blocks!r} is not two lengths in tokens; write "512/256".')
-    return int(parts[0]), int(parts[1])
 
 
 class RoundsWorkload(Playback):

@@ -94,6 +94,11 @@ def trace_workload(
         context = replace(context, max_context=min(context.max_context, max_context))
     seed, fit = context.seed, Fit(context, max_turns, max_new_tokens, free, system_tokens, systems)
     source = None if path is None else _source(path, format, on_malformed, window_s, part)
+    timed = source is not None and source.recording.timed
+    if timed and (users is not None or relative_rate is not None or arrivals_s is not None):
+        raise ConfigError(
+            "The file has a time for each request; leave workload.users, arrivals_s and relative_rate alone."
+        )
 
     def taken(count: int | None) -> tuple[Recording, list[Dialogue], dict[str, int]]:
         if source is None:
@@ -119,14 +124,9 @@ def trace_workload(
     begun, never = begun_by(measured, source.inside, fit) if source is not None else ([], 0)
     paused = any(call.pause_s is not None for one in recording.conversations for call in one.calls)
     arrivals: Recorded | Poisson | Users = Recorded(time_scale)
-    if source is None or not recording.timed:
+    if not timed:
         arrivals, told = _arrivals(measured, len(measured) if users == "all" else at_once, request_rate)
         rates |= told if paused else {**told, "think_time_s": think_time_s}
-    elif users is not None or relative_rate is not None or arrivals_s is not None:
-        raise ConfigError(
-            f"workload.format={recording.format} has a time for each request; leave workload.users, arrivals_s and "
-            "relative_rate alone."
-        )
     return Playback(
         context,
         warmups(measured, max(warmup_turns, at_once or 1), at_once or WARMUP_SIDE_BY_SIDE, context),
