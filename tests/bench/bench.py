@@ -19,7 +19,7 @@ def make_bench(target: str, folder: Path, **options: Any) -> Bench:
     bench = Bench(
         machine=CPU,
         hardware=HardwareConfig(name="cpu", simulated=False, device="cpu", threads=1),
-        options=Options(**{"repeats": 2, "exclusive": False, **options}),
+        options=Options(**{"repeats": 2, **options}),
         tracking=Tracking(folder, open_store(folder), mlflow=False, kept=True),
         say=lambda _: None,
         device=torch.device("cpu"),

@@ -59,7 +59,7 @@ def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path
     assert [job.last.status for job in jobs] == ["completed", "completed", "failed"]
     assert jobs[2].last.error == "there is none"
     trial = jobs[0].last
-    assert (trial.workload, trial.simulated, trial.contended) == ("bench_swap", False, True)
+    assert (trial.workload, trial.simulated, trial.contended) == ("bench_swap", False, False)
     assert trial.device == "a processor"
     assert trial.config["bench"] == {"target": "swap", "case": "swap in 64", "metric": "restore_ms", "blocks": 64}
     assert trial.engine["streams"] == 2 and trial.engine["values"] == [3.0, 2.5, 4.0]

@@ -1,4 +1,5 @@
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -16,7 +17,8 @@ OURS, PEER = Measured("ours", [1.5, 1.6]), Measured("a peer with a long name", [
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    bench = {"repeats": None, "model": "auto", "exclusive": False, "seed": 0}
+    monkeypatch.setattr("pensieve.lab.bench.session.device_lock", lambda *_: nullcontext())
+    bench = {"repeats": None, "model": "auto"}
     hardware = {**read_option("hardware", "cpu"), "threads": 1}
     return {"target": "kernel", "bench": bench, "hardware": hardware, "tracking": read_option("tracking", "local")}
 

@@ -27,8 +27,6 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     repeats: Annotated[int, Field(ge=1)] | None = None
     model: Annotated[str | None, BeforeValidator(lambda name: None if name == "auto" else name)] = None
-    exclusive: bool = True
-    seed: int = Field(0, ge=0)
 
 
 def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:

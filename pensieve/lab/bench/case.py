@@ -14,7 +14,7 @@ from scipy import stats
 from pensieve.errors import WorkerError
 from pensieve.lab.metrics import metric_of
 from pensieve.lab.statistics import CONFIDENCE, median
-from pensieve.units import NONE, Table
+from pensieve.units import NONE, Table, significant
 
 OURS = "ours"
 _WARM_CALLS = 2
@@ -101,7 +101,7 @@ class Case:
         found = []
         for one in self.measured:
             parts = [one.error] if one.error else []
-            figures = ((name, _number(value), metric_of(name).unit) for name, value in one.figures.items())
+            figures = ((name, significant(value), metric_of(name).unit) for name, value in one.figures.items())
             parts += [f"{name.replace('_', ' ')} {value} {unit}".rstrip() for name, value, unit in figures]
             if parts:
                 found.append(f"{self.label}, {one.backend}: {', '.join(parts)}")
@@ -120,14 +120,13 @@ def table(cases: Sequence[Case]) -> Table:
 
 
 def _line(case: Case, one: Measured) -> dict[str, str]:
-    low, high = one.interval or (None, None)
     return {
         "case": case.label if one is case.measured[0] else "",
         "backend": one.backend + (f" {one.version}" if one.version else ""),
-        "value": _number(one.value) if one.values else NONE,
-        "spread": NONE if low is None else f"{_number(low)}..{_number(high)}",
+        "value": significant(one.value) if one.values else NONE,
+        "spread": "..".join(map(significant, one.interval)) if one.interval else NONE,
         "unit": case.unit,
-        "limit": _number(case.floor),
+        "limit": significant(case.floor),
         "of limit": f"{one.value / case.floor:.2f}" if one.values and case.floor else NONE,
         "of peer": _against_peers(case, one),
     }
@@ -139,14 +138,6 @@ def _against_peers(case: Case, one: Measured) -> str:
         return ""
     better = one.value / max(peers) if case.higher_is_better else min(peers) / one.value
     return f"{better:.2f}x"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return NONE
-    if value != 0 and (abs(value) < 0.01 or abs(value) >= 1e6):
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 # Times

@@ -109,9 +109,8 @@ def _compose(bench: Bench, load: Load, baseline: str) -> Any:
     overrides = [
         *(f"model={bench.model}", "model.weights=random", "cache=demo", f"baseline={baseline}", *hardware),
         *(f"workload={load.workload}", *(f"workload.{name}={value}" for name, value in load.fields.items())),
-        *(f"cache.gpu='{load.gpu}'", f"cache.cpu='{load.cpu}'", f"seed={bench.options.seed}"),
-        *("force=true", "trial.isolate=false", f"trial.timeout_s={_TIMEOUT_S:g}"),
-        *(f"trial.exclusive={str(bench.options.exclusive).lower()}", "experiment_name=bench"),
+        *(f"cache.gpu='{load.gpu}'", f"cache.cpu='{load.cpu}'", "force=true", "trial.isolate=false"),
+        *(f"trial.timeout_s={_TIMEOUT_S:g}", "experiment_name=bench"),
     ]
     return compose("config", overrides)
 

@@ -171,7 +171,7 @@ class Bench:
             "hardware": {"name": self.hardware.name, "threads": self.threads},
             "baseline": {"name": measured.backend},
             "workload": {"name": workload},
-            "seed": self.options.seed,
+            "seed": 0,
         }
         device = {"name": machine.label, "count": machine.count, "threads": self.threads}
         identity = identify(config, machine.simulated, device)
@@ -185,13 +185,13 @@ class Bench:
             "baseline": measured.backend,
             "workload": workload,
             "hardware": self.hardware.name,
-            "seed": self.options.seed,
+            "seed": 0,
             "weights": "none" if self.model == "none" else "random",
             "dtype": self.dtype_name,
             "device": machine.label,
             "device_count": machine.count,
             "simulated": machine.simulated,
-            "contended": not self.options.exclusive,
+            "contended": False,
             "git_commit": git_commit(),
             "config": config,
             "environment": environment(),
@@ -262,8 +262,6 @@ def run_command(
     bench.close("failed" if failures else "completed")
     for sentence in bench.sentences:
         print(sentence)
-    if not options.exclusive:
-        print("Not alone on the device (bench.exclusive=false): these records are marked contended.")
     kept = f"Recorded as sweep {bench.sweep_id}, {bench.trials} trials, in {tracking.store.database.shown}."
     print(kept if tracking.kept else "Nothing was kept (tracking=off).")
     for failure in failures:
@@ -283,7 +281,7 @@ def _run(bench: Bench) -> str | None:
     """Why the target could not be measured, or not to its end; None where it was."""
     try:
         run = resolve_name(f"pensieve.lab.bench.{TARGETS[bench.target]}")
-        locked = nullcontext() if bench.target in TRIALS else device_lock(bench.machine, bench.options.exclusive)
+        locked = nullcontext() if bench.target in TRIALS else device_lock(bench.machine, True)
         with locked:
             run(bench)
     except PensieveError as error:

@@ -45,7 +45,7 @@ def load(bench: Bench) -> LoadedModel:
     """bench.model, or one that suits a machine of this kind. Raises PensieveError where it does not fit."""
     bench.model = bench.options.model or (ON_GPU if bench.on_gpu else ON_CPU)
     spec = ModelSpec.from_architecture(bench.model, read_option("model", bench.model)["architecture"], bench.dtype_name)
-    model = take_model(ModelAsked(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads))
+    model = take_model(ModelAsked(spec, "random", None, None, 0, bench.machine.name, bench.threads))
     bench.note(served_by(model.served()))
     return model
 

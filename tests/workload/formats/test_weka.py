@@ -70,6 +70,9 @@ def test_closed_loop_the_next_request_comes_a_pause_after_the_reply(folder):
     assert at["weka-a", 1] == at["weka-b", 1] == 0.0
     assert [at["weka-a", turn] for turn in (2, 3, 4)] == [12.0, 23.0, 111.0]
     assert at["weka-b", 2] == 7.0
+    for hint, told in (("recorded", {"tool_use", "end_turn", None}), ("none", {None})):
+        hints = [one.request.hint for one in measured(drive(build(folder, users="all", hint=hint)))]
+        assert {one and one.stop_reason for one in hints} == told
     halved = times(build(folder, users="all", think_scale=0.5), service_s=5.0)
     assert [halved["weka-a", turn] for turn in (2, 3, 4)] == [8.5, 16.5, 63.0]
 
