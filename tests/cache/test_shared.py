@@ -88,17 +88,6 @@ def test_tenants_find_nothing_of_each_other() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_where_nothing_is_alike_nothing_changes() -> None:
-    records = []
-    for cache in (TwoTierCache, SharedCache):
-        engine = engine_of(cache=cache, gpu_blocks=24, cpu_blocks=12)
-        for number in range(1, 13):
-            prompt = array("i", [90 + number % 4]) + SYSTEM[:20] + own(number % 4) * (number // 4 + 1)
-            engine.submit(asking(number, str(number % 4), prompt, 5))
-        records.append([(hits(record), record.ttft_ms, record.latency_ms) for record in run(engine).values()])
-    assert records[0] == records[1] and any(record[0][0] for record in records[0])
-
-
 def test_nobody_behind_a_prompt_that_waits_for_another_is_later() -> None:
     """It waits for what the first computes; requests come first, first served, so those behind it wait too."""
     late: list[dict[int, float]] = []

@@ -10,6 +10,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import Moved
 from pensieve.core.policies.lru import Lru
 from pensieve.plugins.overlap import choose_copy_ahead
+from tests.crossings import calls_of
 from tests.invariants import check_cache
 from tests.simulated import policy_context
 
@@ -43,6 +44,30 @@ def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead):
     assert [len(move.src) for move in cache.take_moves()] == ([4] if ahead == "paper" else [1])
     assert cache.counters.dropped_chunks == (3 if ahead == "paper" else 0)
     check_cache(cache)
+
+
+def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies():
+    """Each chunk of a forgotten conversation is being copied out. Work is counted in calls."""
+    costs = []
+    for chunks in (40, 400):
+        blocks = chunks + 1
+        policy = Lru(policy_context(4, blocks, blocks))
+        cache = TwoTierCache(policy=policy, chunk_tokens=4, gpu_blocks=blocks, cpu_blocks=blocks)
+        idle(cache, "a", chunks)
+        cache.room.swap_out(chunks, 0.0, None)
+        cache.plans(0, 1)
+        assert cache.room.outgoing == chunks
+        copies = cache.take_moves()
+        cache.forget(cache.sessions["a"])
+        cache.plans(1, 1)
+        assert cache.tiers.gpu.free == 1, "all the others are read by copies"
+        cache.plans(1, 2)
+        costs.append(calls_of(lambda cache=cache: cache.plans(2, 2)))
+        check_cache(cache)
+        finish(cache, copies)
+        check_cache(cache)
+        assert cache.tiers.gpu.free == cache.tiers.cpu.free == blocks
+    assert costs[0] == costs[1]
 
 
 # -- auto -------------------------------------------------------------------------------------------------------------
