@@ -125,6 +125,7 @@ def test_a_decoded_row_is_the_same_alone_and_among_others(name, model_of):
     packed = _decode(forward, model, pool, list(range(most)))
     for count in (few + 1, 7, 8, 11):
         assert torch.equal(_decode(forward, model, pool, list(range(count))), packed[:count])
+    assert torch.equal(_decode(forward, model, pool, list(range(few + 1)), 2), packed[:2])
     for sampled in (1, 3, few, few + 1):
         assert torch.equal(_decode(forward, model, pool, list(range(most)), sampled), packed[:sampled])
     torch.testing.assert_close(packed[:few], alone, rtol=0, atol=1e-4)
