@@ -80,7 +80,6 @@ class AttentionGrid:
             us = next(times)
             if us is not None:
                 self._logs[key] = math.log(us * 1e-6)
-        self.measured = len(self._logs)
         self._filled: set[tuple[int, int, int, int]] = set()
 
     def at(self, chunk: float, kv: float, decodes: float, decode_kv: float) -> float:

@@ -67,7 +67,7 @@ class MeasuredCost(Machine):
             else _MeasuredAttention(nearest(source, self._shape), self._shape, hardware)
         )
         self._windowed = model.windowed_layers
-        self._reduce, self._reduce_source = _reduce_of(hardware)
+        self._reduce = _reduce_of(hardware)
         self._reduced_bytes = model.hidden * model.dtype_bytes
         self._linear_s = cache(self._kernels.layers_s)  # iterations repeat their sizes
         self._head_s = cache(self._kernels.head_s)
@@ -137,24 +137,15 @@ class MeasuredCost(Machine):
         return self._linear_s(1) + self._head_s(1)
 
     def describe(self) -> dict[str, Any]:
-        """Where each term comes from, and what was scaled."""
-        table = self._table
+        """Of which table each term is, and what was scaled. All else is in the configuration of the hardware."""
+        scaled_from = None if self._table.shape == self._shape else asdict(self._table.shape)
         return {
             "kind": "measured",
             "hardware": self.hardware.name,
             "load_s": self.load_s(),
             "terms": {
-                "projections": {
-                    "table": table.name,
-                    "scaled_from": None if table.shape == self._shape else asdict(table.shape),
-                },
-                "head": self._kernels.head_source,
+                "projections": {"table": self._table.name, "scaled_from": scaled_from},
                 "attention": self._attention.describe(),
-                "all_reduce": self._reduce_source,
-                "copies": self._copies(),
-                "overhead": f"{self.hardware.step_overhead_s:g} s an iteration",
-                "padded_to_graph_sizes": self.hardware.graph_sizes,
-                "pieces": f"{_PIECES_S if self.hardware.graph_sizes else 0:g} s an iteration with a prompt",
             },
         }
 
@@ -263,12 +254,6 @@ class _Kernels:
         ]
         self._once = [(name, curve) for name, curve in table.layers.items() if name in once]
         self._sampler = nearest(_SAMPLER_CARD, shape)
-        self.head_source = {"lm_head": table.name, "sampler": table.name}
-        if not table.heads:
-            self.head_source = {
-                "lm_head": f"{table.name} gate_up_proj, scaled to the vocabulary",
-                "sampler": f"{self._sampler.name}, as it is",
-            }
 
     def layers_s(self, tokens: int) -> float:
         each = {name: times * self._scaled(name, curve, tokens) for name, curve, times in self._each_layer}
@@ -370,14 +355,9 @@ class _MeasuredAttention:
         return seconds, reach
 
     def describe(self) -> dict[str, Any]:
-        table = self._table
-        return {
-            "table": table.name,
-            "cells": self._grid.measured,
-            "scaled_from": None if _same_attention(table.shape, self._shape) else asdict(table.shape),
-            "skew": self._skew,
-            "skew_measured_here": table.skew is not None,
-        }
+        shape = self._table.shape
+        scaled_from = None if _same_attention(shape, self._shape) else asdict(shape)
+        return {"table": self._table.name, "scaled_from": scaled_from}
 
     def _at(self, chunk: float, kv: float, decodes: int, decode_kv: float) -> tuple[float, float]:
         if decodes:
@@ -483,13 +463,12 @@ class _FittedAttention:
         return {"roofline": asdict(FIT), "fitted_to": "attention.csv of RTX 4090 and RTX PRO 6000"}
 
 
-def _reduce_of(hardware: HardwareSpec) -> tuple[Callable[[int], float], str]:
-    """Seconds of one all-reduce over so many bytes, and where they come from."""
+def _reduce_of(hardware: HardwareSpec) -> Callable[[int], float]:
+    """Seconds of one all-reduce over so many bytes."""
     h = hardware
     if h.gpus == 1:
-        return lambda size: 0.0, "none: one device"
+        return lambda size: 0.0
     if (card := h.terms["all_reduce"]) != "link":
-        return all_reduce(card, h.gpus).at, f"{card}/all_reduce, {h.gpus} devices"
-    share = 2 * (h.gpus - 1) / h.gpus
-    told = f"{h.link_latency_s:g} s and a ring over {h.link_bw:g} bytes/s"
-    return lambda size: h.link_latency_s + share * size / h.link_bw, told
+        return all_reduce(card, h.gpus).at
+    share = 2 * (h.gpus - 1) / h.gpus  # of a ring
+    return lambda size: h.link_latency_s + share * size / h.link_bw

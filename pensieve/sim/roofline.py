@@ -54,16 +54,6 @@ class Machine(ABC):
     def load_s(self) -> float:
         return self.transfer_s(1, to_gpu=True)
 
-    def _copies(self) -> str:
-        """For the record: what copies between the tiers are taken to take, and what of it is assumed."""
-        h = self.hardware
-        pieces = (
-            f"and {h.fragment_s:g} s a piece, as copy engines take them"
-            if h.fragment_s
-            else "pieces free, as with a kernel that gathers at that rate: assumed (hardware.fragment_s)"
-        )
-        return f"{h.h2d_bw:g} bytes/s to the GPU, {h.d2h_bw:g} back, {pieces}"
-
 
 class Roofline(Machine):
     """What the model and the machine say is read once: an iteration costs a few products."""
@@ -163,12 +153,7 @@ class Roofline(Machine):
         return self._bound(0, self._least_bytes + self._head_bytes)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "roofline",
-            "hardware": self.hardware.name,
-            "load_s": self.load_s(),
-            "copies": self._copies(),
-        }
+        return {"kind": "roofline", "hardware": self.hardware.name, "load_s": self.load_s()}
 
     def extrapolated(self) -> dict[str, Any]:
         return {}  # nothing was measured
