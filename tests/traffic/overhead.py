@@ -93,16 +93,7 @@ def main(seconds):
     up.start()
     direct = pipe.recv()
     out = Path(tempfile.mkdtemp()) / "traffic.parquet"
-    command = [
-        sys.executable,
-        "runners/record.py",
-        "--upstream",
-        f"http://127.0.0.1:{direct}",
-        "--out",
-        out,
-        "--port",
-        "0",
-    ]
+    command = [sys.executable, "runners/record.py", "--port=0", f"--upstream=http://127.0.0.1:{direct}", f"--out={out}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as proxy:
         port = int(proxy.stdout.readline().rsplit(":", 1)[1].split(";")[0])
         process = psutil.Process(proxy.pid)
