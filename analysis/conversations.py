@@ -27,13 +27,6 @@ from pensieve.lab.statistics import Estimate, paired_ratio
 CLASSES = ("hot", "warm", "cold")
 PROMPT = ["gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "disk_hit_tokens", "new_tokens"]
 """What a prompt is made of."""
-_LOST = [
-    "cpu_hit_tokens",
-    "disk_hit_tokens",
-    "recomputed_tokens",
-    "resumed_swapped_tokens",
-    "resumed_recomputed_tokens",
-]
 _IDEAL = (
     ". Ideal: the new tokens alone, as the fastest TTFT without its wait of any turn with as many of them and no history to "
     "restore or compute"
@@ -69,17 +62,14 @@ def _ideal(turns: pd.DataFrame) -> dict[int, Estimate]:
 
     All of it is measured; nothing is fitted.
     """
-    nothing_lost = turns["recomputed_tokens"].notna() & (turns[_LOST].fillna(0) == 0).all(axis=1)
-    free = turns[nothing_lost & turns["new_tokens"].notna() & turns["queue_ms"].notna()].sort_values("new_tokens")
-    known = turns[turns["new_tokens"].notna()]
-    if free.empty:
-        return {}
-    alone = (free["ttft_ms"] - free["queue_ms"]).to_numpy()
-    fastest = np.minimum.accumulate(alone[::-1])[::-1]  # of turns with as many new tokens or more
-    at = np.searchsorted(free["new_tokens"].to_numpy(dtype=int), known["new_tokens"].to_numpy(dtype=int))
-    within = at < len(fastest)
-    known = known[within]
-    return _medians(known, pd.Series(fastest[at[within]], index=known.index))
+    again = turns[["resumed_swapped_tokens", "resumed_recomputed_tokens"]].fillna(0).sum(axis=1)
+    free = turns[(turns["gpu_hit_tokens"] == turns["history_tokens"]) & (again == 0)]
+    free = free.dropna(subset=["new_tokens", "queue_ms"]).sort_values("new_tokens")
+    fastest = (free["ttft_ms"] - free["queue_ms"])[::-1].cummin().to_numpy()[::-1]  # of turns with as many or more
+    known = turns.dropna(subset="new_tokens")
+    at = np.searchsorted(free["new_tokens"], known["new_tokens"])
+    known, at = known[at < len(free)], at[at < len(free)]
+    return _medians(known, pd.Series(fastest[at], index=known.index))
 
 
 def one_conversation(source: Source, form: Form) -> Iterator[Plot]:
