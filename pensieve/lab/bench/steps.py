@@ -151,7 +151,7 @@ def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int)
     spec = model.spec
     bench.measure_limits()
     stepper = Stepper(model, 1, tokens, _options(bench, 1))
-    ids = torch.tensor(prompts(1, tokens, spec.vocab), device=bench.device)
+    ids = torch.tensor([prompt(0, tokens, spec.vocab)], device=bench.device)
 
     def forward() -> float:
         started = perf_counter()
@@ -248,17 +248,12 @@ class Stepper:
 # transformers
 
 
-def prompts(batch: int, context: int, vocab: int) -> list[list[int]]:
-    """Make `batch` prompts of `context` tokens; none shares a block with another, so that no prefix cache helps."""
-    return [[(slot * 31 + 7 * i) % (vocab - 1) + 1 for i in range(context)] for slot in range(batch)]
-
-
 class Greedy:
     """Decode steps of a transformers module over a cache that holds the context already, each token the likeliest."""
 
     def __init__(self, module: Any, batch: int, context: int, vocab: int) -> None:
         self._module, self._context = module, context
-        self._ids = torch.tensor(prompts(batch, context + 1, vocab), device=module.device)
+        self._ids = torch.tensor([prompt(slot, context + 1, vocab) for slot in range(batch)], device=module.device)
         self._cache: Any = None
 
     def step_ms(self, steps: int) -> float:

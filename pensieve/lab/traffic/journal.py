@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pensieve.errors import ConfigError
-from pensieve.lab.traffic.table import COLUMNS, Exchange, Facts, write
+from pensieve.lab.traffic.table import COLUMNS, Exchange, Facts, with_ratio, write
 
 COMMIT_S = 1.0
 """What is lost with a process that is killed."""
@@ -91,25 +91,15 @@ def finish(path: Path) -> Path | None:
         [told] = file.execute("select json from facts").fetchone() or [None]
         if told is not None:
             facts = Facts(**json.loads(told))
-            write(path, _with_ratio(facts, file), _rows(file))
+            if facts.unit == "bytes":
+                facts = with_ratio(facts, _rows(file), "usage.prompt_tokens")
+            write(path, facts, _rows(file))
         file.close()
         journal.unlink()
     except (sqlite3.Error, OSError) as error:
         log.error("%s cannot be completed: %s. Its rows are in %s.", path, error, journal)
         return None
     return path
-
-
-def _with_ratio(facts: Facts, file: sqlite3.Connection) -> Facts:
-    """Tokens a byte, by the requests of which the server has said the tokens."""
-    if facts.unit == "tokens":
-        return facts
-    told = [(row.prompt_tokens, row.prompt_bytes) for row in _rows(file) if row.prompt_tokens and row.prompt_bytes]
-    if not told:
-        return dataclasses.replace(facts, tokens_per_byte=0.25, ratio_from="assumed: 4 bytes a token")
-    tokens, size = (sum(column) for column in zip(*told, strict=True))
-    said = f"usage.prompt_tokens of {len(told)} requests"
-    return dataclasses.replace(facts, tokens_per_byte=tokens / size, ratio_from=said)
 
 
 def _rows(file: sqlite3.Connection) -> Iterator[Exchange]:

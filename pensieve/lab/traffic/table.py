@@ -31,6 +31,8 @@ TOKEN_BYTES = 4
 BLOCK_TOKENS, BLOCK_BYTES = 16, 64
 """A block of a recording, in tokens where these are known, else in bytes."""
 
+BYTES_PER_TOKEN = 4  # where nobody tells
+
 Status = Literal["completed", "failed", "cancelled", "unfinished"]
 
 
@@ -65,7 +67,9 @@ class Facts:
         """Tokens a block, a fraction where blocks are bytes. None: see `block`."""
         if self.block is None:
             return None
-        return float(self.block) if self.unit == "tokens" else self.block * (self.tokens_per_byte or 0.25)
+        return (
+            float(self.block) if self.unit == "tokens" else self.block * (self.tokens_per_byte or 1 / BYTES_PER_TOKEN)
+        )
 
 
 def _column(kind: pa.DataType, meaning: str, default: Any = None) -> Any:
@@ -139,6 +143,16 @@ class Salt:
         keyed = self._keyed.copy()
         keyed.update(text.encode("utf-8", "replace"))
         return keyed
+
+
+def with_ratio(facts: Facts, rows: Iterable[Exchange], told_by: str) -> Facts:
+    """With the tokens of a byte, by the requests of which somebody has told the tokens; without any it is assumed."""
+    told = [(row.prompt_tokens, row.prompt_bytes) for row in rows if row.prompt_tokens and row.prompt_bytes]
+    if not told:
+        ratio_from = f"assumed: {BYTES_PER_TOKEN} bytes a token"
+        return dataclasses.replace(facts, tokens_per_byte=1 / BYTES_PER_TOKEN, ratio_from=ratio_from)
+    tokens, size = (sum(column) for column in zip(*told, strict=True))
+    return dataclasses.replace(facts, tokens_per_byte=tokens / size, ratio_from=f"{told_by} of {len(told)} requests")
 
 
 def ends_of(one: Exchange, facts: Facts) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from pydantic import AliasPath, Field
 
 from pensieve.errors import MalformedInput
 from pensieve.lab.traffic.openai import Recorded
-from pensieve.lab.traffic.table import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt
+from pensieve.lab.traffic.table import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt, with_ratio
 from pensieve.lab.workload.formats.reading import Entry, Positive, Reader, Whole
 from pensieve.lab.workload.formats.vllm_events import vllm_events
 
@@ -178,13 +178,7 @@ def inference_perf(reader: Reader, salt: Salt) -> Read:
         return row
 
     found = list(reader.entries(served))
-    told = [(row.prompt_tokens, row.prompt_bytes) for row in found if row.prompt_tokens and row.prompt_bytes]
-    tokens, size = sum(one for one, _ in told), sum(one for _, one in told)
-    ratio = f"info.input_tokens of {len(told)} requests"
-    facts = Facts(
-        "inference_perf", "bytes", BLOCK_BYTES, tokens_per_byte=tokens / size if size else None, ratio_from=ratio
-    )
-    return facts, found
+    return with_ratio(Facts("inference_perf", "bytes", BLOCK_BYTES), found, "info.input_tokens"), found
 
 
 AIPERF_RULE = "Prompts are known by their length alone, so no two share anything. x_correlation_id is the session."

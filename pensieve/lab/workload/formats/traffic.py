@@ -9,7 +9,7 @@ import numpy as np
 
 from pensieve.core.request import Hint, StopReason
 from pensieve.lab.traffic import table
-from pensieve.lab.traffic.table import BLOCK_BYTES, Exchange, Facts, Salt
+from pensieve.lab.traffic.table import BLOCK_BYTES, Exchange, Facts, Salt, with_ratio
 from pensieve.lab.workload.formats.reading import Reader
 from pensieve.lab.workload.formats.served import rows_of
 from pensieve.lab.workload.formats.timed import continuations
@@ -145,8 +145,6 @@ def _length(tokens: int | None, size: int | None, facts: Facts) -> int | None:
 
 # The other way: texts become salted hashes, and what a trace knows by number keeps it.
 
-BYTES_PER_TOKEN = 4
-
 
 def converted(recording: Recording, salt: Salt) -> tuple[Facts, list[Exchange]]:
     """The rows in order of arrival, or of the file where it has no times."""
@@ -162,8 +160,6 @@ def converted(recording: Recording, salt: Salt) -> tuple[Facts, list[Exchange]]:
         unit="bytes" if texts else "tokens",
         block=BLOCK_BYTES if texts else common,
         hashes="prefix" if recording.format in PREFIX else "content",
-        tokens_per_byte=1 / BYTES_PER_TOKEN if texts else None,
-        ratio_from=f"assumed: {BYTES_PER_TOKEN} bytes a token" if texts else None,
         one_clock=recording.one_clock,
         rule=recording.rule,
     )
@@ -195,7 +191,8 @@ def converted(recording: Recording, salt: Salt) -> tuple[Facts, list[Exchange]]:
             row.lengths = [tokens for _, tokens in content.pieces]
         return row
 
-    return facts, [row_of(request, *each) for request, each in enumerate(calls)]
+    rows = [row_of(request, *each) for request, each in enumerate(calls)]
+    return with_ratio(facts, rows, recording.format) if texts else facts, rows
 
 
 def _spoken(row: Exchange, call: Call, content: Text, said: bytes, salt: Salt) -> bytes:
