@@ -170,7 +170,7 @@ USAGE = {"prompt_tokens": 30, "completion_tokens": 9, "prompt_tokens_details": {
 SAID = {
     "text": (events({"role": "assistant", "content": ""}, {"content": "It is "}, {"content": "that. " * 12}, usage=USAGE),
              {"role": "assistant", "content": "It is " + "that. " * 12}),
-    "thought": (events({"reasoning_content": "hm " * 20}, {"content": "so"}, usage=USAGE),
+    "thought": (events({"reasoning_content": "hm " * 20, "reasoning": "hm " * 20, "content": "so"}, usage=USAGE),
                 {"role": "assistant", "reasoning_content": "hm " * 20, "content": "so"}),
     "tool": (events({"content": "I look " * 10},
                     {"tool_calls": [{"index": 0, "function": {"name": "look", "arguments": ""}}]},

@@ -80,8 +80,8 @@ class Reply:
             self._left += data
             return
         marks = list(marks)
-        whole, _, self._left = (self._left + data).rpartition(b"\n")
-        for line in whole.split(b"\n"):
+        *lines, self._left = (self._left + data).split(b"\n")
+        for line in lines:
             self._read += len(line) + 1
             if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
                 continue
@@ -134,9 +134,9 @@ class Reply:
             return False
         self.row.finish_reason = _name(first.get("finish_reason")) or self.row.finish_reason
         message = first.get("delta") or first.get("message") or first
-        said = [message.get(name) for name in ("reasoning_content", "reasoning", "content", "text")]
-        texts = [one for one in said if isinstance(one, str) and one]
-        self._said += texts[:1] if message.get("reasoning_content") == message.get("reasoning") != None else texts  # noqa: E711
+        thought = message.get("reasoning_content") or message.get("reasoning")  # some servers say it under both names
+        texts = [one for one in (thought, message.get("content"), message.get("text")) if isinstance(one, str) and one]
+        self._said += texts
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
             known = self._tools.setdefault(call.get("index", len(self._tools)), [function.get("name") or ""])
