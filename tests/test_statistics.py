@@ -15,6 +15,7 @@ from pensieve.lab.statistics import (
     REAL,
     SHARE,
     Support,
+    _clopper_pearson,
     estimate_mean,
     estimate_percentiles,
     estimate_percentiles_by_seed,
@@ -312,3 +313,10 @@ def test_the_interval_of_a_percentile_is_two_of_the_values(p):
         values[max(math.floor(first * len(values)), 1) - 1],
         values[min(math.ceil(last * len(values)), len(values)) - 1],
     )
+
+
+@pytest.mark.parametrize("hits", [1, 3, 9])
+def test_a_shares_interval_is_the_exact_one(hits):
+    """Ours takes shares of whole trials and of parts of one; of whole ones scipy has it too."""
+    known = distributions.binomtest(hits, 10).proportion_ci(0.95, "exact")
+    assert _clopper_pearson(hits / 10, 10) == pytest.approx((known.low, known.high))
