@@ -52,10 +52,14 @@ found = loaded(*ENGINES, "pandas", "matplotlib", "scipy.stats", "huggingface_hub
 assert not found, found
 assert "Database:" in text, text
 
+from pensieve import create_server
+with create_server(model="llama3_8b", device="sim_a100_80g", gpu_cache="2GB", cpu_cache="4GB") as server:
+    server.generate("a", prompt_ids=[1, 2, 3], max_new_tokens=2)
+    assert server.get_statistics()["engine"]
 from tests.trial.test_identity import CPU, identity
 assert identity(*CPU).fingerprint
-found = loaded("torch", "transformers")
-assert not found, ("the identity of a real trial", found)
+found = loaded("torch", "transformers", "mlflow")
+assert not found, ("a simulated server, or the identity of a real trial", found)
 
 import importlib.util
 if importlib.util.find_spec("fastapi"):

@@ -113,13 +113,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, cache):
 
 def test_the_file_is_the_trials_identity_wherever_it_lies(source, tmp_path):
     def fingerprint(file):
-        overrides = (
-            "model=hf",
-            f"model.gguf_file={file}",
-            "hardware=cpu",
-            "cache.gpu=256 tokens",
-            "cache.cpu=256 tokens",
-        )
+        overrides = ("model=hf", f"model.gguf_file={file}", "hardware=cpu", "cache.gpu=256 tokens")
         return identity_of(plan_trial(checked(*overrides)), resolved(composed(*overrides))).config_hash
 
     moved = tmp_path / "elsewhere" / "tiny.gguf"

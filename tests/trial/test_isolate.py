@@ -26,7 +26,7 @@ def count(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_trials_of_one_process_are_the_same_trials_until_one_needs_its_own(tracking):
+def test_trials_of_one_process_are_the_same_trials_until_one_hangs_or_needs_its_own(tracking, monkeypatch):
     """Simulated ones, so that no torch is loaded twice: what is asked is which process ran each."""
     store = tracking.store
     sweep = store.open_sweep("key", "x", None, None, {}, 1, "host", None)
@@ -42,14 +42,22 @@ def test_trials_of_one_process_are_the_same_trials_until_one_needs_its_own(track
     kept = ("session", "turn", "output_sha256", "ttft_ms", "gpu_hit_tokens")
     assert store.turns_of(forced.trial_id, *kept) == store.turns_of(trial.id, *kept)
 
-    def pid_of(seed, keeps):
-        config = resolved(composed("tracking=local", *SHORT, f"seed={seed}"))
-        job = Job("a", tracking.outputs / str(seed), config)
-        return store.trial(isolate.run_isolated(job, tracking, 100, keeps).trial_id).pid
+    def apart(seed, keeps, timeout_s=100, crashes=0):
+        waiting.write_text(str(1000 - crashes))
+        job = Job(
+            "a", tracking.outputs / str(seed), resolved(composed("tracking=local", *SHORT, CRASHING, f"seed={seed}"))
+        )
+        outcome = isolate.run_isolated(job, tracking, timeout_s, keeps)
+        return outcome, store.trial(outcome.trial_id)
 
-    first = pid_of(1, True)
-    assert pid_of(2, True) == first
-    assert len({first, pid_of(3, False), trial.pid, os.getpid()}) == 4 and not isolate._kept
+    monkeypatch.setenv("CRASH", "hang")
+    waiting = Path(os.environ["CRASH_COUNT"])
+    first = apart(1, True)[1].pid
+    assert apart(2, True)[1].pid == first
+    monkeypatch.setattr(isolate, "GRACE_S", 4.0)
+    outcome, late = apart(3, True, timeout_s=0.5, crashes=1)
+    assert "did not stop by itself" in outcome.error and (late.status, late.pid) == ("failed", first)
+    assert len({first, apart(4, False)[1].pid, trial.pid, os.getpid()}) == 4 and not isolate._kept
 
 
 @pytest.mark.parametrize(
@@ -82,15 +90,6 @@ def test_retries_run_until_one_completes_or_they_end(tracking, monkeypatch, caps
     monkeypatch.setenv("CRASHES", "1000")
     ended = run(tracking, "trial.retries=1", "seed=1", CRASHING)
     assert (ended.status, tracking.store.trial(ended.trial_id).attempt) == ("failed", 2)
-
-
-@pytest.mark.slow  # it waits
-def test_a_trial_that_hangs_is_killed(tracking, monkeypatch):
-    monkeypatch.setenv("CRASH", "hang")
-    monkeypatch.setattr(isolate, "GRACE_S", 8.0)
-    outcome = run(tracking, "trial.isolate=true", "trial.timeout_s=0.5", CRASHING)
-    assert "did not stop by itself" in outcome.error
-    assert tracking.store.trial(outcome.trial_id).status == "failed"
 
 
 def test_ctrl_c_reaches_the_isolated_trial(tracking, monkeypatch):

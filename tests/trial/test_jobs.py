@@ -76,20 +76,10 @@ def test_a_sweep_composes_jobs_that_differ_in_the_seed_once(monkeypatch, tmp_pat
     )
     monkeypatch.setattr("pensieve.lab.trial.sweep.OpenSweep.finish", lambda sweep: True)
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    axes = ["seed=0,1,2", "baseline=pensieve,gpu_only,stateless", "cache=small,medium"]
+    words = "hydra.mode=MULTIRUN model=llama3_8b hardware=sim_h100 tracking=off trial.isolate=false seed=0,1,2"
+    axes = ["baseline=pensieve,gpu_only,stateless", "cache=small,medium"]
     with pytest.raises(SystemExit) as ended:
-        GlobalHydra.instance().hydra.multirun(
-            "config",
-            run_job,
-            [
-                "hydra.mode=MULTIRUN",
-                "model=llama3_8b",
-                "hardware=sim_h100",
-                "tracking=off",
-                "trial.isolate=false",
-                *axes,
-            ],
-        )
+        GlobalHydra.instance().hydra.multirun("config", run_job, [*words.split(), *axes])
     assert ended.value.code == 0
     assert [one["seed"] for one in ran] == [0] * 6 + [1] * 6 + [2] * 6
     assert [one["baseline"]["name"] for one in ran[:3]] == ["pensieve", "gpu_only", "stateless"]
