@@ -173,6 +173,15 @@ def test_no_end_of_an_interval_leaves_what_the_quantity_can_be(values, support):
         assert support.low <= found.ci_low <= found.value <= found.ci_high <= support.high
 
 
+def test_shares_that_differ_by_rounding_alone_are_alike():
+    """Their interval was NaN, more often than not where the share is small."""
+    rng = np.random.default_rng(0)
+    for share in 10.0 ** rng.uniform(-12, 0, 300):
+        values = np.minimum(share * (1 + rng.integers(-2, 3, 8) * 1.1e-16), 1.0)
+        found = estimate_mean(values, np.arange(8), SHARE)
+        assert (found.ci_low, found.ci_high) == pytest.approx((share, share), rel=1e-6)
+
+
 def test_too_few_groups_have_no_interval_whatever_their_values():
     """Three seeds of five conversations: where seeds dominate, such an interval held the truth 37 times in 100."""
     rng = np.random.default_rng(1)

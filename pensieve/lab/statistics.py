@@ -287,7 +287,8 @@ def _worth(parts: Floats | NDArray[np.int64], wholes: Floats | NDArray[np.int64]
 
 
 def _jeffreys(p: float, trials: float) -> tuple[float, float]:
-    if math.isinf(trials):  # all groups are alike
+    # Groups are alike but for rounding, in which the beta distribution has no quantile (scipy's is NaN from 1e16 on).
+    if math.isinf(trials) or p * (1.0 - p) * trials > 1e14:
         return p, p
     from scipy.special import betaincinv  # takes longer to import than all that is above
 
