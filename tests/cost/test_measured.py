@@ -20,7 +20,7 @@ from pensieve.sim.kernel_tables import AttentionGrid, nearest, read, tables_of
 from pensieve.sim.measured import FIT, AttentionFit, Batch, MeasuredCost, _MeasuredAttention, graph_size, shape_of
 from pensieve.sim.tables import derive
 from pensieve.sim.worker import simulated_cost
-from pensieve.specs import ModelSpec
+from pensieve.specs import HardwareSpec, ModelSpec
 from tests.shared_data import shared
 
 CELL = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
@@ -31,9 +31,13 @@ def model_of(name: str, dtype: str = "bfloat16") -> ModelSpec:
     return ModelSpec.from_architecture(name, described.architecture, dtype)
 
 
-def cost_of(hardware: str, model: str = "llama3_1_8b", **changed: object) -> MeasuredCost:
+def machine_of(hardware: str, **changed: object) -> HardwareSpec:
     config = HardwareConfig.model_validate({**read_option("hardware", hardware), **changed})
-    return MeasuredCost(model_of(model), hardware_spec(config, find_device(config)), 32)
+    return hardware_spec(config, find_device(config))
+
+
+def cost_of(hardware: str, model: str = "llama3_1_8b", **changed: object) -> MeasuredCost:
+    return MeasuredCost(model_of(model), machine_of(hardware, **changed), 32)
 
 
 def raw(path: str) -> list[dict[str, str]]:
@@ -179,10 +183,8 @@ def test_an_all_reduce_is_taken_from_its_table_twice_a_layer_and_once_more():
 
 @pytest.mark.parametrize(("projections", "attention"), [("a100", "fitted"), ("roofline", "roofline")])
 def test_an_all_reduce_over_a_link_takes_its_latency_and_its_bytes(projections, attention):
-    config = read_option("hardware", "sim_a100_80g") | {"gpus": 4, "link_latency_s": 20e-6, "link_bw": 20e9}
-    config["terms"] = {"projections": projections, "attention": attention, "all_reduce": "link"}
-    machine = HardwareConfig.model_validate(config)
-    slow = hardware_spec(machine, find_device(machine))
+    terms = {"projections": projections, "attention": attention, "all_reduce": "link"}
+    slow = machine_of("sim_a100_80g", gpus=4, link_latency_s=20e-6, link_bw=20e9, terms=terms)
     free = replace(slow, link_latency_s=0.0, link_bw=1e30)
     model, rows = model_of("opt_66b"), [(0, 2048)]
     taken, without = (simulated_cost(model, spec, 32).iteration_s(rows, 1) for spec in (slow, free))
@@ -241,8 +243,7 @@ def test_a_marginal_chunk_costs_no_less_at_a_longer_context(hardware):
 @pytest.mark.parametrize(("decodes", "floor_ms"), [(1, 3.15), (64, 4.92), (128, 6.71)])
 def test_a_decode_step_of_a_simulated_h200_is_near_what_reading_takes(decodes: int, floor_ms: float) -> None:
     """15.0 GB of weights and 128 KiB of KV a token at the data sheet's 4.8 TB/s, contexts of 1,024; we read at 88 % of it."""
-    config = HardwareConfig.model_validate(read_option("hardware", "sim_h200"))
-    cost = simulated_cost(model_of("llama3_8b"), hardware_spec(config, find_device(config)), 32)
+    cost = simulated_cost(model_of("llama3_8b"), machine_of("sim_h200"), 32)
     taken_ms = 1e3 * cost.iteration_s([(1023, 1024)] * decodes, decodes)
     assert floor_ms < taken_ms < 1.2 * floor_ms
 

@@ -7,16 +7,13 @@ from dataclasses import replace
 import pytest
 
 from pensieve.errors import WorkerError
-from pensieve.lab.compose.conf import options, read_option
-from pensieve.lab.compose.model_files import ModelConfig
-from pensieve.lab.compose.plan import find_device, hardware_spec
-from pensieve.lab.compose.settings import HardwareConfig
+from pensieve.lab.compose.conf import options
 from pensieve.serve.books.books import predicted_s
 from pensieve.serve.systems.profiling import profile_of
 from pensieve.sim.profile import WHOLE, Profile, measure
 from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
-from pensieve.specs import ModelSpec
+from tests.cost.test_measured import machine_of, model_of
 from tests.simulated import MACHINE, MODEL
 
 OVERHEAD, LINEAR, QUADRATIC = 4e-3, 1e-4, 2e-8  # seconds: a step, a token, a pair of tokens
@@ -30,11 +27,7 @@ def polynomial(start: int, stop: int) -> float:
 
 
 def roofline_of(hardware: str, model: str = "llama3_8b") -> Roofline:
-    described = ModelConfig.model_validate(read_option("model", model))
-    config = HardwareConfig.model_validate(read_option("hardware", hardware))
-    spec = ModelSpec.from_architecture(model, described.architecture, "bfloat16")
-    machine = replace(hardware_spec(config, find_device(config)), terms={})  # also of one that was measured
-    return Roofline(spec, machine, 32)
+    return Roofline(model_of(model), replace(machine_of(hardware), terms={}), 32)  # also of one that was measured
 
 
 @pytest.mark.parametrize("model", ["llama3_8b", "opt_13b"])

@@ -9,7 +9,7 @@ import pytest
 from pensieve.sim.measured import MeasuredCost
 from pensieve.sim.roofline import Roofline, attended_pairs
 from pensieve.specs import ModelSpec
-from tests.cost.test_measured import cost_of, model_of
+from tests.cost.test_measured import machine_of, model_of
 from tests.simulated import MACHINE, MODEL
 
 GEMMA = "gemma2_27b_it"  # every other layer of 46 has a window of 4,096
@@ -93,7 +93,7 @@ def test_a_chunk_far_beyond_the_window_costs_no_more_in_layers_that_have_it():
 
 @pytest.mark.parametrize("hardware", ["sim_h100", "sim_rtx4090"])
 def test_measured_kernels_are_asked_for_each_kind_of_layer(hardware):
-    gemma, machine = model_of(GEMMA), cost_of(hardware).hardware
+    gemma, machine = model_of(GEMMA), machine_of(hardware)
     assert (gemma.layers, gemma.windowed_layers) == (46, 23)
 
     def cost(kind: str | None) -> MeasuredCost:
