@@ -237,10 +237,6 @@ class ProfiledCost:
             "kind": "machine profile",
             "where": self._profile.where,
             "measured": self._profile.measured,
-            "overhead_s": self._overhead_s,
-            "prompt_s": dict(
-                zip(self._profile.reply.rows, (row[0] for row in self._profile.reply.seconds), strict=True)
-            ),
         }
 
     def extrapolated(self) -> dict[str, Any]:
