@@ -26,9 +26,7 @@ POLL_S = 0.05
 END_S = 10.0  # the guard's own grace and some
 GONE_S = 1.0
 WATCH_S = 0.05
-WATCH_SHARE = (
-    0.05  # of a core, at most: a reading costs milliseconds of CPU a process, which whoever is measured would miss
-)
+WATCH_SHARE = 0.05  # of a core, at most: a reading takes milliseconds of CPU a process from whoever is measured
 
 QUIET = {
     "DO_NOT_TRACK": "1",

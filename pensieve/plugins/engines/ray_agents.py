@@ -59,9 +59,8 @@ class _RayAgents(OutsideEngine):
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
-        self._kv_tokens = (
-            setup.longest_tokens or setup.kv_tokens
-        ) + setup.block_tokens  # the last one is filled in part
+        longest = setup.longest_tokens or setup.kv_tokens
+        self._kv_tokens = longest + setup.block_tokens  # the last block is filled in part
         self._gpu_share = GPU_SHARE if setup.device.startswith("cuda") else 0.0
         limit = setup.memory_bytes
         self._share_bytes = None if limit is None else limit // self._at_a_time(max(1, setup.conversations or 1))

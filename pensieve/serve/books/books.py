@@ -189,9 +189,7 @@ class Lookup:
             if one.stop > self.history:
                 later.append(one)
             elif told is not None and told.lost == "restarted" and one.cause in ("never_stored", "edited"):
-                runs.append(
-                    replace(one, cause="restarted")
-                )  # what was said elsewhere is in no token that the engine has
+                runs.append(replace(one, cause="restarted"))  # of what was said elsewhere the engine has no token
             else:
                 runs.append(one)
         if told is not None and told.lost == "kept" and not self.keep and not self.history:
@@ -347,10 +345,7 @@ class Books(Losses):
             if self._content is None:
                 return None, None
             return self._content.findable(session, partial=found.names is None)
-        if self._blocks.keys() - {
-            GPU,
-            CPU,
-        }:  # a block there may serve all sessions that begin alike: nobody counts that
+        if self._blocks.keys() - {GPU, CPU}:  # a block there may serve all that begin alike: nobody counts that
             return None, None
         self._content = None  # no admission here asks for it
         own = min(lookup.history, lookup.keep)
