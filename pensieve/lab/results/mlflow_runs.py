@@ -78,11 +78,13 @@ def say_not_logged(reason: str) -> None:
 
 
 @_told()
-def copy_sweep(outputs: Path, store: ResultsStore, sweep_id: int, table: SweepTable | None = None) -> int | None:
+def copy_sweep(
+    outputs: Path, store: ResultsStore, sweep_id: int, table: SweepTable | None = None, figures: bool = True
+) -> int | None:
     """Log a sweep as a parent run with its figures and report, and as its children the trials that have ended: what each job
     shows, and its last attempt. A sweep that has ended closes its run with its table. Returns how many trials were missing.
 
-    table: where the caller has it.
+    table: where the caller has it. figures: False: they are being drawn, and are copied later.
     """
     from pensieve.lab.results.sweep_table import sweep_table
 
@@ -97,8 +99,8 @@ def copy_sweep(outputs: Path, store: ResultsStore, sweep_id: int, table: SweepTa
         client.update_run(parent, status="RUNNING")  # it may have been taken up again
         store.set_sweep(sweep.id, mlflow_run_id=parent)
         missing = sum(_copied(client, experiment, store, *each, sweep, parent) for each in trials.values())
-        if (figures := figures_folder(outputs, sweep_id)).is_dir():
-            client.log_artifacts(parent, str(figures), "figures")
+        if figures and (drawn := figures_folder(outputs, sweep_id)).is_dir():
+            client.log_artifacts(parent, str(drawn), "figures")
         if (report := report_file(outputs, sweep_id)).is_file():
             client.log_text(parent, report.read_text(encoding="utf-8"), "report.html")
         if sweep.status != "running":

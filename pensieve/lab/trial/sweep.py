@@ -159,7 +159,7 @@ class OpenSweep:
             except BrokenPipeError:
                 discard_output()  # the sweep is still to be copied, and its status to be returned
             if tracking.mlflow:
-                copy_sweep(tracking.outputs, store, self.sweep_id, table)
+                copy_sweep(tracking.outputs, store, self.sweep_id, table, figures=False)
             paths = figures()
         print_figures(paths)
         if tracking.mlflow and paths:
