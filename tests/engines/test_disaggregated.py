@@ -20,19 +20,10 @@ from pensieve.core.request import Free, Request
 from pensieve.errors import WorkerError
 from pensieve.plugins.engines import remote_model, simulated
 from pensieve.plugins.engines.base import OutsideSystem
-from pensieve.plugins.engines.disaggregated import (
-    KV,
-    LOGITS,
-    PIECE_BYTES,
-    Array,
-    FullyAware,
-    PartiallyAware,
-    SemanticBlind,
-    Wire,
-    size,
-)
+from pensieve.plugins.engines.disaggregated import FullyAware, PartiallyAware, SemanticBlind
 from pensieve.plugins.engines.remote_model import RemoteModel, tensor_of, weight_arrays
 from pensieve.plugins.engines.weights import plain_module
+from pensieve.plugins.engines.wire import KV, LOGITS, PIECE_BYTES, Array, Wire, size
 from pensieve.serve.record import TurnRecord
 from pensieve.specs import HardwareSpec
 from tests.engines.small import ARCHITECTURES, ask, begun, prompt, served, setup_of

@@ -16,8 +16,8 @@ from transformers import DynamicCache
 from pensieve.core.request import TokenArray
 from pensieve.device.sampler import greedy
 from pensieve.plugins.engines.base import EngineSetup
-from pensieve.plugins.engines.disaggregated import KV, LOGITS, Array, Said, Wire, computed
 from pensieve.plugins.engines.weights import plain_module
+from pensieve.plugins.engines.wire import KV, LOGITS, Array, Said, Wire, computed
 
 WARM_TOKENS = 8
 

@@ -4,7 +4,7 @@ Agents (ray_keepalive, ray_serverless): processes take turns on the card, an ite
 a process are its weights and the KV of what its request may come to; CUDA's own context is left out, so that more fit here
 than in reality.
 
-Disaggregated (semantic_blind, partially_aware, fully_aware): nothing is sent. Messages have the sizes of disaggregated.py
+Disaggregated (semantic_blind, partially_aware, fully_aware): nothing is sent. Messages have the sizes of wire.py
 for the model's own shapes, but for what no ModelSpec has: norms and biases among the weights (below 0.1 %) and their names in
 the head. A message takes its bytes over hardware.network_gbps and hardware.network_latency_s; neither direction carries two
 at once.
@@ -23,8 +23,8 @@ from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, Request
 from pensieve.core.scheduler.active_request import noise_key
 from pensieve.errors import ConfigError, MemoryRanOut
-from pensieve.plugins.engines import disaggregated as real
-from pensieve.plugins.engines.disaggregated import KV, LOGITS, Array
+from pensieve.plugins.engines import wire
+from pensieve.plugins.engines.wire import KV, LOGITS, Array
 from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.base import Capabilities
 from pensieve.sim.worker import VirtualClock, drawn_token, simulated_cost
@@ -342,10 +342,10 @@ class PartiallyAware(_Disaggregated):
         model, context, new = self.model, 0, prompt
         logits = {LOGITS: Array(model.dtype, (model.vocab,))}
         for _ in range(count):
-            kv = {KV: real.kv_array(model, context)} if context else {}
-            sent = real.size(real.step(_ids(new)), kv) + model.weight_bytes * self.weights_cross
-            back = {**logits, KV: real.kv_array(model, context + new)}
-            received = real.size(real.computed(*_WORST), back)
+            kv = {KV: wire.kv_array(model, context)} if context else {}
+            sent = wire.size(wire.step(_ids(new)), kv) + model.weight_bytes * self.weights_cross
+            back = {**logits, KV: wire.kv_array(model, context + new)}
+            received = wire.size(wire.computed(*_WORST), back)
             flights_ns = self._flight_ns(sent) + self._flight_ns(received)
             yield Spent(self._computed_ns(context, new), flights_ns, sent, received)
             context, new = context + new, 1
@@ -363,9 +363,9 @@ class FullyAware(_Disaggregated):
 
     def tokens(self, held: int, prompt: int, count: int) -> Iterator[Spent]:
         vocab, context, new = self.model.vocab, 0, prompt
-        sent = real.size(real.generate(_ids(prompt), count, [vocab]))
+        sent = wire.size(wire.generate(_ids(prompt), count, [vocab]))
         for left in reversed(range(count)):
-            received = real.size({"token": vocab} if left else real.computed(*_WORST, vocab))
+            received = wire.size({"token": vocab} if left else wire.computed(*_WORST, vocab))
             moved_ns = self._flight_ns(sent) + self._flight_ns(received) if sent else 0
             yield Spent(self._computed_ns(context, new), moved_ns, sent, received)
             context, new, sent = context + new, 1, 0
