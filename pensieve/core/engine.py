@@ -421,10 +421,6 @@ class Sessions:
             else:
                 self._let_go(over)
 
-    def has_request(self, name: str) -> bool:
-        """A request of it is under way."""
-        return name in self._under_way
-
     def rests(self, session: Session, now_ns: int) -> None:
         """Count a session as idle from now on."""
         self._not_idle(session.name)
