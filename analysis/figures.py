@@ -1,7 +1,5 @@
 """Draw the figures that a sweep supports, or those that are named: python analysis/figures.py [NAME ...] [--sweep ID]"""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ figure's file in conf/figure says where its rows come from and how they are draw
 The map of analysis/sizes.py is a form of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import floor, log10

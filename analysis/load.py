@@ -1,7 +1,5 @@
 """Against a swept load: what was offered, and requests a second at the latency at which the paper compared its systems."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 

@@ -1,8 +1,6 @@
 """How far each eviction policy goes from least recently used to the offline bound, and what a choice that the paper did not
 vary changes, turn by turn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean

@@ -1,7 +1,5 @@
 """What the numbers of a panel stand on: trials of which kinds must not stand in one, and how a figure says it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """The figures by name, and the files of each: PNG, PDF and caption, or a table as Markdown; the CSV behind them, and a JSON
 that says what they stand on."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -4,8 +4,6 @@ Reads the results database and runs nothing. The page needs no network and no ot
 to the sweep's parent run in MLflow where it has one. The verdicts go to table `claim`, in place of earlier ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """size_map: what is found, and the time to first token, over the sizes of the GPU tier and the CPU tier."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How every figure looks: one colour a baseline, type for 3.3 inches, and the files of a picture."""
 
-from __future__ import annotations
-
 import textwrap
 import zlib
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 The public names are resolved on first use, so that importing the package imports no torch.
 """
 
-from __future__ import annotations
-
 from pensieve.lazy import from_modules
 
 __version__ = "0.1.0"

@@ -1,7 +1,5 @@
 """A C source of this package as a loaded library, compiled once for this machine and kept in the user's cache."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -2,8 +2,6 @@
 and the user's cache folder, of what can be made again (compiled kernels, digests of large files).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Public names of a package, each imported with its module when it is first asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any

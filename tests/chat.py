@@ -1,7 +1,5 @@
 """Chat templates as models publish them, and a byte-level tokenizer that has their special tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configurations for tests: composed by Hydra from conf/, simulated and small unless a test says otherwise."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Files of conf/ are read once in a process: most of the time of most tests that compose. A file is another one when its
 time or its size is."""
 
-from __future__ import annotations
-
 import functools
 import os
 import pickle

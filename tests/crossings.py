@@ -1,8 +1,6 @@
 """What a turn crosses: files and functions of the package, calls, and how deep they are nested. And work counted in Python
 calls, which no noise blurs, however busy the machine is."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

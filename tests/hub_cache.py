@@ -1,7 +1,5 @@
 """A hub's cache on this machine, as huggingface_hub lays it out, and a hub that counts how often it is asked."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

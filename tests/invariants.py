@@ -1,7 +1,5 @@
 """What must always be true of a cache: its own check, and of Tiers what costs as much to check as everything there is."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """A system whose latencies are written down, on a virtual clock: what it reports is known before it runs."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Real workload data beside the checkout, for the tests that reproduce its published statistics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny model and machine without torch: the double under most tests."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Callable

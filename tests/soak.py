@@ -6,8 +6,6 @@ An episode is a model, an engine and a list of operations, all drawn from (seed,
 the run, and what is printed runs that episode again.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterable, Sequence

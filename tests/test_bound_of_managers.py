@@ -1,7 +1,5 @@
 """No manager beats its bound, on random small traces; nor does an offline optimum found by trying everything."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import partial

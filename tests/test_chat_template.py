@@ -1,7 +1,5 @@
 """Turn n + 1 extends turn n token for token, with the templates that models publish."""
 
-from __future__ import annotations
-
 import pytest
 
 from pensieve.errors import ConfigError

@@ -1,7 +1,5 @@
 """History on disk, over the torch worker: each sampled token is the plain model's, whatever is done to the file."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

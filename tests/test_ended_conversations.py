@@ -1,7 +1,5 @@
 """Conversations that are over are forgotten as soon as nothing of them is in the cache, and nobody else notices."""
 
-from __future__ import annotations
-
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache

@@ -1,7 +1,5 @@
 """The engine over a simulated worker: admission, eviction, suspension, failure; every invariant after every step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given, settings

@@ -3,8 +3,6 @@
 Free blocks of both tiers hold NaN, so that one stale read shows in the logits.
 """
 
-from __future__ import annotations
-
 from functools import cache as remember
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Hints: what a client says, when a policy may read it, and what nobody may say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pensieve.core.cache.two_tier import TwoTierCache

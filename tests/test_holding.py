@@ -1,7 +1,5 @@
 """What each conversation holds of each tier adds up to what the tiers have given away, to the block and the nanosecond."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import Counter

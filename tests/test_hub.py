@@ -1,7 +1,5 @@
 """What is asked of the hub, and how often."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Why prompt tokens had no KV: every miss has a cause, and the lines of a turn add up to its misses and its time."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

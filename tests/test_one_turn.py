@@ -5,8 +5,6 @@ session), who runs and what an iteration computes (scheduler), where KV is (mana
 (worker, roofline), and what the books make of it.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.crossings import generated_turn, restored_turn

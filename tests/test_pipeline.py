@@ -1,7 +1,5 @@
 """One step ahead: with two plans in flight the engine says the same, token for token, and leaks nothing."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

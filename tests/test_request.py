@@ -1,7 +1,5 @@
 """What a request may ask: refused in one sentence where it makes no sense, whoever makes it."""
 
-from __future__ import annotations
-
 from array import array
 
 import numpy as np

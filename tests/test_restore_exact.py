@@ -1,7 +1,5 @@
 """Restores over the torch worker, with copies that take their time: every sampled token's logits equal the plain model's."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 

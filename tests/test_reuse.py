@@ -1,7 +1,5 @@
 """One pass over a load against LRU caches that are filled and emptied, of every size."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import OrderedDict

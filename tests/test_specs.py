@@ -1,7 +1,5 @@
 """A model in numbers, against transformers; and the models whose numbers are not known."""
 
-from __future__ import annotations
-
 import json
 import random
 

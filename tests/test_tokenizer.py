@@ -1,8 +1,6 @@
 """Text to token ids and back; stop strings at the very token where decoding everything anew would find them; and pieces of a
 reply, which are its text."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import cache

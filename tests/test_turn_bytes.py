@@ -1,7 +1,5 @@
 """Bytes a turn: what was copied because that turn waited for it, against the engine's own totals and its plans."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import product

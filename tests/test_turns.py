@@ -1,8 +1,6 @@
 """Finished turns as columns in a file: what is read back is what was finished, and no record is kept for it. And the window
 in which they are measured."""
 
-from __future__ import annotations
-
 import math
 import random
 import tracemalloc

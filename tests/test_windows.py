@@ -1,7 +1,5 @@
 """Plans that are repeated, and decodes without rows, give bit by bit what a plan of rows for each iteration gives."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A GGUF file of a few hundred kilobytes, written with the gguf package: a Llama with all its tensors and its tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

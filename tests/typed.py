@@ -4,8 +4,6 @@ What only a new process shows (what it imports, where it finds its packages) has
 runners/test_bare.py and runners/test_command.py.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Waiting for what other threads and processes do: no test passes or fails by how fast a machine is."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a report says of a sweep: what ran, where, what came of it, and the verdict on each claim."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

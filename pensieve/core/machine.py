@@ -1,7 +1,5 @@
 """What the core asks of a machine: to perform plans, to tell the time, and to say what computing and moving take."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from pensieve.core.plan import StartReport, StepPlan, StepResult

@@ -5,8 +5,6 @@ the order they were launched. Inside a plan, blocks that move to a tier below th
 of the plan is done; then come the moves to the GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

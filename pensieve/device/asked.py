@@ -3,8 +3,6 @@
 What only a start can tell (does the compiler compile, does the kernel pass the self-check) is decided in model.py.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from typing import NamedTuple

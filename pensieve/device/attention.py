@@ -5,8 +5,6 @@ besides (where K and V go, which blocks each row attends to) is the `Iteration` 
 passed through keyword arguments, which some models drop or refuse. The fused path calls `attend` itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

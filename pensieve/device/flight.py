@@ -1,7 +1,5 @@
 """A launched plan until it is collected: what will come back from the device, and the event behind it; how it failed."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field

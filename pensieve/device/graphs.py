@@ -5,8 +5,6 @@ buffers, an iteration is padded up to the next bucket, and its inputs are copied
 rows are token 0 at position 0; they write their K and V to a scratch block that no request owns, and attend to nothing.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The memory behind the blocks: one pool a tier; and RAM that a GPU copies from and to directly."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from collections.abc import Callable

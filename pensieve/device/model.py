@@ -1,8 +1,6 @@
 """A model in memory, checked: transformers' module, the forward that serves over its weights, and what it attends with: the
 first of each that passes the self-check."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """Logits to tokens, wholly on the device: nothing here waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

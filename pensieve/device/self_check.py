@@ -1,7 +1,5 @@
 """Compares the logits of a model through the paged attention with its own, once, when it is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From a model's spec to transformers' module: its weights drawn at random, or read from the hub or a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial

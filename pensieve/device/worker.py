@@ -1,7 +1,5 @@
 """Performs plans with torch, on a CPU or a GPU."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Times given to and taken from a workload are seconds since the replay began; the system's clock may have run before.
 """
 
-from __future__ import annotations
-
 import gc
 import heapq
 from array import array

@@ -17,8 +17,6 @@ The method follows from the values that a quantity can take (Support); no end is
 tests/test_statistics.py measures how often they hold the truth; docs/numbers.md has what was found.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

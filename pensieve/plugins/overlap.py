@@ -1,8 +1,6 @@
 """What overlaps with compute: when KV is copied to the CPU tier, other than as the paper does, and when a request whose KV is
 loaded from there joins the batch."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Special tokens come from the template alone: those that a message, a tool's resu
 as any other text, or they would begin and end messages.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

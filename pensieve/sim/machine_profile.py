@@ -6,8 +6,6 @@ least that any decode takes. Between sizes that were measured times are interpol
 proportion to the work.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ that attend to a window only are counted apart from those that attend to all. Wo
 tensor-parallel group, which adds two all-reduces a layer.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What a figure drew, taken from it just before it is saved."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

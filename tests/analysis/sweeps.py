@@ -1,7 +1,5 @@
 """Made-up sweeps for tests of figures, and what a figure shows of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the forms of figures draw, against what went into the database by hand."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

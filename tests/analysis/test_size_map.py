@@ -1,7 +1,5 @@
 """The map of sizes as a picture: its cells, the knee, the objective's border."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

@@ -1,7 +1,5 @@
 """In-engine systems over workers that tests can hold up, on either clock, without torch."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

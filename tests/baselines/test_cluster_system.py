@@ -1,7 +1,5 @@
 """A cluster on one virtual clock: one replica is the single engine; routing, failures, and what is counted."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

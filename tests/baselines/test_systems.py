@@ -1,8 +1,6 @@
 """In-engine systems on either clock: what both promise, and that every call comes back, whatever the engine is doing, has met
 or has ended with."""
 
-from __future__ import annotations
-
 import threading
 import time
 from functools import partial

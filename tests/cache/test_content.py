@@ -1,7 +1,5 @@
 """Caches by content, and what a user forgets: who finds what another conversation or tenant said, and what goes with whom."""
 
-from __future__ import annotations
-
 from array import array
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The disk tier on simulated hardware: what is read, what it costs, and what a trial counts."""
 
-from __future__ import annotations
-
 from array import array
 from typing import Any
 

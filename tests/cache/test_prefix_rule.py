@@ -1,7 +1,5 @@
 """reuse=prefix: what is behind the first hole is computed again, and chunks go from the tail."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import OrderedDict

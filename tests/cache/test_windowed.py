@@ -1,7 +1,5 @@
 """KV that has left its window is not kept: what is held, that no token needs more, and where nothing may change."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The capacity planner on small maps: what it says, what it runs, and what it finds again."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """model=hf: any decoder, by hub id or folder; and what of its weights identifies a trial."""
 
-from __future__ import annotations
-
 import pytest
 
 from pensieve import create_server

@@ -1,7 +1,5 @@
 """A model from a GGUF file: dequantised once, whole or not at all, and served like any other."""
 
-from __future__ import annotations
-
 import pytest
 
 from pensieve import create_server

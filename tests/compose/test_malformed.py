@@ -1,7 +1,5 @@
 """Damaged model files: a sentence within a second, or a model that still loads; nothing else."""
 
-from __future__ import annotations
-
 import json
 import struct
 from time import process_time

@@ -1,7 +1,5 @@
 """The tokenizer of a configured model, in the layouts that models are published in."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

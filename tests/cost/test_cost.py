@@ -1,7 +1,5 @@
 """What a model of time makes of a load: how much of it saturates a machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from pensieve.lab.compose.build import stateless_capacity

@@ -1,7 +1,5 @@
 """An iteration of a model with experts: its batch reads the experts it touches, and a token computes those it passes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A machine measured whole: the arithmetic between its cells, and a simulated machine measured and simulated again."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Costs from measured kernels, against the published measurements and against arithmetic of their own."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import math

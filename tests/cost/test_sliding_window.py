@@ -1,7 +1,5 @@
 """Layers that attend to a window only: what they compute and read, counted one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

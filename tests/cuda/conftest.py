@@ -1,7 +1,5 @@
 """Everything here runs on the stand-in for a CUDA device, and is skipped where there can be none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 

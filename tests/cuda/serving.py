@@ -1,7 +1,5 @@
 """Conversations served on the stand-in, with nothing that waits for the device but the engine itself."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Memory at the start: weights go to the device one by one, and what cache.gpu=auto reserves."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

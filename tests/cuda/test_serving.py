@@ -1,7 +1,5 @@
 """Random conversations through both tiers: every token is the plain model's, nothing races, nothing waits but for tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

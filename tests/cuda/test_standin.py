@@ -1,7 +1,5 @@
 """The stand-in finds what it says it finds: each rule broken on purpose, and faults put into the CUDA path itself."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import numpy as np

@@ -5,8 +5,6 @@ time and four at once. first_tokens.json: one timed load at each of SIZES. Both 
 prompt goes on from, times, hits) of vLLM 0.32 on a CPU.
 """
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections import Counter

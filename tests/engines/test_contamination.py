@@ -1,7 +1,5 @@
 """Trials on a server that runs on between them: whether its cache was what the trial declares, by its own counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

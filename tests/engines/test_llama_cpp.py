@@ -1,7 +1,5 @@
 """llama.cpp itself, on models of a few thousand weights, and the file from which it reads them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An endpoint of the OpenAI protocol: one that is written down here, and our own server."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

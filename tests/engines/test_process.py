@@ -1,7 +1,5 @@
 """An engine's process: what is said when it does not start, that it never outlives its trial, and what memory it may have."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

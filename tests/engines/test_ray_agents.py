@@ -1,7 +1,5 @@
 """Agents on Ray: the tokens of plain decoding, what is kept and what is not, and where memory ends."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What stands for engines of others on a simulated machine: what fits a card and who waits, and what a network adds."""
 
-from __future__ import annotations
-
 import pytest
 
 from pensieve.errors import MemoryRanOut

@@ -1,7 +1,5 @@
 """The System around an outside engine: what it knows of a turn, and that every call comes back."""
 
-from __future__ import annotations
-
 import threading
 import time
 from array import array

@@ -1,7 +1,5 @@
 """A model divided between two processes: every token is transformers' own, wherever its history was; they end together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

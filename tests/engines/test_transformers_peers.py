@@ -1,7 +1,5 @@
 """transformers as an engine: the tokens of plain decoding."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

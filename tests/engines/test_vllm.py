@@ -1,7 +1,5 @@
 """vLLM, where its environment is: `make vllm-env`, or PENSIEVE_VLLM_ENV. What needs no vLLM is tested without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

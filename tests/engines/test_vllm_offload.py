@@ -1,7 +1,5 @@
 """vllm_offload finds what the real vLLM with its CPU tier found; so does a replay of recorded traffic, as kept."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 from math import isnan

@@ -1,7 +1,5 @@
 """Our eviction policies as vLLM's CachePolicy: on a stand-in of its contract's types, and inside the real vLLM."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

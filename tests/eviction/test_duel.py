@@ -1,7 +1,5 @@
 """Models of the cache that say which of two orders finds more: what they hold, who leads, how large they get."""
 
-from __future__ import annotations
-
 import random
 from typing import ClassVar
 

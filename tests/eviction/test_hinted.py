@@ -1,7 +1,5 @@
 """Policies that read hints: who goes first, what a broken promise is worth, and how often a noisy hint is wrong."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

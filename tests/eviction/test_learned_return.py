@@ -1,7 +1,5 @@
 """Our learning policy: its choice, what it learns, and when that makes it better than recency, or not."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from typing import Any

@@ -5,8 +5,6 @@ python -m tests.frozen --write [NAME ...]      freeze anew
 python -m tests.frozen --show NAME FILE        all rows of one scenario, a line each, to be compared with diff
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

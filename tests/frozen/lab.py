@@ -9,8 +9,6 @@ sweeps.tar.xz holds the database as SQL, and tokens of a real sweep. Table sweep
 the benchmarks; "broken" with a failed, an interrupted and a running trial; "mixed" of simulated and real trials; "contended".
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import hashlib

@@ -3,8 +3,6 @@
 A column that is added to a table changes nothing here; to take one out of these lists is a decision, and needs a new freeze.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """The scenarios whose rows are frozen: trials (overrides of conf/), and scripts that drive one system."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

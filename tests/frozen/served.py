@@ -1,7 +1,5 @@
 """The server's own books: conversations over HTTP whose client goes on, edits, branches, regenerates and deletes."""
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Every scenario gives the rows that are frozen, and the scenarios are what they say they are; what the laboratory shows of
 recorded sweeps is what is frozen."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs one trial from its overrides, and reads its rows from the results database: table and column names are a contract."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -3,8 +3,6 @@
 Their times come from the cost model, so no decision depends on how fast this machine is.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Everything here needs a CUDA device, and is skipped without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

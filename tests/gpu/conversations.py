@@ -1,7 +1,5 @@
 """Random conversations on a checked engine whose tiers are too small for them: the same on a GPU and on its stand-ins."""
 
-from __future__ import annotations
-
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.model import LoadedModel

@@ -1,7 +1,5 @@
 """Blocks that leave the GPU, are overwritten there and come back elsewhere while it computes: not a byte may change."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

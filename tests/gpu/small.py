@@ -1,7 +1,5 @@
 """Models that are small enough for a test and large enough for the kernels of a GPU."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each backend that is installed, on CUDA, against the definition in float64; the kernel inside a captured graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """On a GPU: graphs equal eager, two plans in flight equal one, nothing waits but for the tokens; conversations whose KV was
 on CPU, dropped, or both; a model in bfloat16; one trial from the command line."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import subprocess

@@ -1,7 +1,5 @@
 """On a GPU: what leaves for pinned memory and comes back is the same bytes, by each way of copying, while it computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """From a plan to replicas that are not started: what each of them gets, and what is refused before any starts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

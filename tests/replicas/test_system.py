@@ -1,7 +1,5 @@
 """Turns over several engines, which threads of this process stand in for: a replica that ends costs time, and no reply."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A sweep made by hand: baselines whose turns are written down."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

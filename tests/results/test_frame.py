@@ -1,7 +1,5 @@
 """The frame of turns and its pairing, which the table of a sweep, comparisons and claims share."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What a trial is, by its content, and what is written down of the machine it ran on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

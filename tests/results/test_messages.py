@@ -1,8 +1,6 @@
 """What is told of made-up sweeps: findings, headline and notes, as they are frozen in messages.json. Each case beside another
 one differs in what the rule looks at. `python -m tests.results.test_messages` freezes them anew: read the diff."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """Sweeps and trials in MLflow: made, found again, completed by the next who copies them, made anew from the database."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

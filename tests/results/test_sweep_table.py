@@ -1,7 +1,5 @@
 """What served and how its self-check came out stands under every table of real trials."""
 
-from __future__ import annotations
-
 from array import array
 from io import StringIO
 from pathlib import Path

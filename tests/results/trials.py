@@ -1,7 +1,5 @@
 """Made-up trials, for tests of what is recorded and shown."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path

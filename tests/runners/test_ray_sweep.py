@@ -1,7 +1,5 @@
 """A sweep on a Ray cluster of two nodes writes every trial once."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """A sweep as jobs of Slurm, over stand-ins for its commands."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

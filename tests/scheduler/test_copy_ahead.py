@@ -1,7 +1,5 @@
 """What is copied ahead of time: what each mode keeps, what it gives up for it, and how auto chooses."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

@@ -1,7 +1,5 @@
 """On simulated hardware: who returns from the CPU loads beside the decodes of others, and joins them when nearly there."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

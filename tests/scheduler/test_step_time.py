@@ -1,8 +1,6 @@
 """Scheduler and cache work a step: flat in idle and waiting conversations, counted in calls so that no noise can blur it.
 What numpy does within a call is not seen: docs/results/speed.md has the time of a choice by idle conversations."""
 
-from __future__ import annotations
-
 from pensieve.core.engine import MemoryLimits
 from tests.crossings import calls_of
 from tests.simulated import make_engine, request

@@ -1,8 +1,6 @@
 """Nothing of a server happens on its own in these tests: what is swept, a test sweeps. And a model is loaded once for all
 of their servers: how one is loaded is tested elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 

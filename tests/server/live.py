@@ -1,7 +1,5 @@
 """A server over a real socket, in a thread of this process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """create_server, as the README shows it; streams, futures and cancellation."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait

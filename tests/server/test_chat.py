@@ -1,7 +1,5 @@
 """The chat at a terminal: its commands, Ctrl-C, Ctrl-D, and a script played with and without memory."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

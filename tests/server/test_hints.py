@@ -1,7 +1,5 @@
 """What clients leave open or say beside the prompt: how tokens are drawn, and when they will be back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

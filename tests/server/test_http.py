@@ -1,7 +1,5 @@
 """The server over HTTP on a simulated machine: who may see what, how much is too much, and what is no request at all."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

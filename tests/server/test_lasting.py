@@ -4,8 +4,6 @@
 beside other tests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random

@@ -1,7 +1,5 @@
 """The official client, unchanged, over a real socket, against a real engine."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.invariants import check_cache

@@ -1,7 +1,5 @@
 """The page at /: one file that asks nobody else, drawn by a real browser."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

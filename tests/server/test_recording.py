@@ -1,7 +1,5 @@
 """serve.record: live turns as recorded traffic, which a sweep replays."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The server over real replicas, of which one is killed under load."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

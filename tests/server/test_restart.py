@@ -1,7 +1,5 @@
 """Conversations outlive their server: a restarted one knows what the killed one knew, and answers as that would have."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """The server under clients that mean it badly, or many at once; and that it starts and closes whole."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

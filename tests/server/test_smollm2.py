@@ -1,7 +1,5 @@
 """A real model answers, from whichever tier its history comes, with the tokens of transformers' generate on its messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from pensieve import create_server

@@ -4,8 +4,6 @@
 own; each second request goes through the proxy, the others go to the upstream. Then 1,000 streams open at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The proxy passes on every byte as it is, and tells what went by; the recorder makes rows of that."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """pensieve record as a command: a recording ends, is killed, or meets a full disk."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

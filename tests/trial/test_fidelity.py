@@ -1,7 +1,5 @@
 """How far a simulated run is from a real one: the figures, the verdict, and the runs that come with the package."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The simulated worker: copies beside compute and beside each other, what follows an iteration, tokens that are drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Drives a workload by hand: every arrival is served in the same time, none needs an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from heapq import heappop, heappush

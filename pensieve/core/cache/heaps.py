@@ -1,7 +1,5 @@
 """The next victim of any policy, from a heap for each of its buckets."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator

@@ -1,7 +1,5 @@
 """What an eviction policy is: one method says which chunk goes first, and everything else has a default."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

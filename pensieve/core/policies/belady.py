@@ -1,7 +1,5 @@
 """The offline bound as a policy: evict what is needed furthest in the future (Belady 1966)."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

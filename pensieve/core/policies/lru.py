@@ -1,7 +1,5 @@
 """Orders by one time of the session: least recently used, whole sessions or not; and first in, first out."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

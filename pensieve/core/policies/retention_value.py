@@ -1,7 +1,5 @@
 """Pensieve's own policy: evict the chunk whose retention value is lowest (paper section 4.3.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ a norm is one kernel, rotary angles are made once a batch, and the last layer's 
 weights are the transformers module's, which stays usable and is what the self-check compares with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

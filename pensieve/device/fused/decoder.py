@@ -1,8 +1,6 @@
 """The loop over the layers of a fused model, and what all families share: projections joined at load, and packed for a CPU's
 vector units where memory allows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

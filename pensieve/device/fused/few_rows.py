@@ -1,8 +1,6 @@
 """What C does faster than torch on a CPU: products of few rows, which take as long as the weights take to read, in float32
 or bfloat16; RMS norm, rotation and the gate of an MLP, where torch's own take nine, three and two passes over memory."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with learned positions, layer norms and a plain MLP: GPT-2 and OPT."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with rotary positions, RMS norms and a gated MLP: Llama, Mistral, Qwen 2 and 3, Gemma 2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The protocol of an attention backend: a plan once an iteration, then one call a layer."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch

@@ -1,7 +1,5 @@
 """Attention on a CPU in C, straight over the blocks: decode rows and prefills."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

@@ -10,8 +10,6 @@ scores, since 0 x NaN is NaN. Offsets into the pool are 64-bit, for pools of mor
 
 # ruff: noqa: SIM102 (an `if` on a constexpr is decided when the kernel is compiled, if nothing else is in it)
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

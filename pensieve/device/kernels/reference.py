@@ -1,7 +1,5 @@
 """Attention in torch's own operations, a span at a time: any device, any architecture, and what no compiler is needed for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

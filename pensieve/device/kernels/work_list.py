@@ -3,8 +3,6 @@
 Everything is arrays: a batch of 10,000 queries is described in well under a millisecond, once an iteration.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -5,8 +5,6 @@ Copy engines leave all multiprocessors to the compute. Where blocks are scattere
 hand the copies over: 8,192 of them take 25 ms one by one, and 0.5 ms as one call of the driver a layer.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress

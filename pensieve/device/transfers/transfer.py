@@ -1,7 +1,5 @@
 """Performs the copies of plans: whole blocks between the tiers, layer by layer; and the protocols of what moves them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

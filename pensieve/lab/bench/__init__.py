@@ -1,7 +1,5 @@
 """Benchmarks beside their limits and peers: the targets of runners/bench.py."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

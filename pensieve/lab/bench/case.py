@@ -1,8 +1,6 @@
 """What a benchmark measures: a case with its limit and the result of each backend, timed in interleaved rounds, so that a
 disturbance meets all of them alike; and cases as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter

@@ -1,7 +1,5 @@
 """End to end: conversations and agents through whole trials, our baselines beside transformers' continuous batching."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean

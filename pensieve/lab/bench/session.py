@@ -1,8 +1,6 @@
 """One bench command: the device and its limits, the targets one after another, and the record: one sweep, with one trial for
 each backend of each case."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import traceback

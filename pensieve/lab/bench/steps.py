@@ -1,8 +1,6 @@
 """Whole model steps by the engine's worker, decode and prefill, beside their limits and transformers' own ways to do them.
 Weights are random: only speed is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Transfers between the tiers: alone beside a plain copy of the same bytes, and beside the compute that waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Report what this machine has, which models fit on it, and which command to run next."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,8 +1,6 @@
 """pensieve results and compare: what was recorded. A command of results is a function that returns its lines, or its exit
 status."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

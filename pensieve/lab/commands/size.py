@@ -4,8 +4,6 @@ The first seed runs every cell, the other seeds those on which the answer depend
 from what is known, so the same command goes on where it was stopped, and finds trials that other commands ran.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

@@ -2,8 +2,6 @@
 typed overrides mean before Hydra composes them; and what --help prints.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

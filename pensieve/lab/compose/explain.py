@@ -1,7 +1,5 @@
 """Explain an error of Hydra, or of the system, in one sentence; HYDRA_FULL_ERROR=1 shows its whole trace."""
 
-from __future__ import annotations
-
 import os
 import re
 import sysconfig

@@ -1,7 +1,5 @@
 """The files of a configured model: weights, architecture and tokenizer are found before anything starts."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Two sets of trials compared metric by metric: which trials a few words name, ratio, interval, verdict, and the table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache

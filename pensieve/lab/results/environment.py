@@ -1,8 +1,6 @@
 """Where a trial runs: its process and whether that is alive, the code's version, packages, the machine. torch is not imported
 to read it."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -1,8 +1,6 @@
 """What was recorded, for other programs: a sweep as one JSON a baseline, and all its turns as CSV; sweeps and trials as lines
 of text, quick for ten thousand of them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -3,8 +3,6 @@
 TEXTS has the sentence of each code. A rule decides only whether a code holds, and for which baselines and settings.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

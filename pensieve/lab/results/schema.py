@@ -4,8 +4,6 @@ Times called `*_at` are UTC moments; times called `*_s` are seconds of the trial
 transactions run on it, and the driver's errors become sentences.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress

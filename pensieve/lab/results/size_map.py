@@ -9,8 +9,6 @@ of the time to first token. A cell is smallest where no other that answers yes h
 other.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Reads and writes sweeps, trials, and the turns, metrics, samples and artifacts of trials."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

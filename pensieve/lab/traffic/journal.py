@@ -1,7 +1,5 @@
 """A recording under way: rows in an SQLite file beside the Parquet file that they become, committed each second."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """workload.inspect=true: describe what a workload would ask and how that fits the cache; no engine, no database."""
 
-from __future__ import annotations
-
 import heapq
 from array import array
 from collections import Counter

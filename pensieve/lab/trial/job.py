@@ -5,8 +5,6 @@ trial, so it must cost next to nothing where the trial is then reused: no torch 
 somebody else started is asked three pages.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

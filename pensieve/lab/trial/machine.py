@@ -7,8 +7,6 @@ median counts. What is measured are plans and conversations of this module's own
 happens to lie makes up to a tenth of a decode on a CPU. A trial may have it done beside itself (trial.measure_machine).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from array import array

@@ -5,8 +5,6 @@ follow each other in one such process, which keeps the model (pensieve.plugins.d
 ends its process, and the next one gets a new one.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import logging

@@ -5,8 +5,6 @@ were composed and checked: real ones one after another, simulated ones side by s
 launcher, a folder's name, a callback) it composes them again: an environment variable then says which sweep a job belongs to.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

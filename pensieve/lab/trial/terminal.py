@@ -5,8 +5,6 @@ Python raises KeyboardInterrupt wherever the program happens to be, and inside a
 many) it is printed and dropped. So the handler also sets a flag, which the trial asks for at safe points.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

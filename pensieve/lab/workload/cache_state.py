@@ -1,8 +1,6 @@
 """What the cache holds of a workload's text before it is measured: nothing, all of it, or nothing that anybody shares; and
 whether it did."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal

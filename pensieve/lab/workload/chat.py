@@ -1,7 +1,5 @@
 """People who talk to one model in the words of the shipped conversations: at once, or at three speeds of return."""
 
-from __future__ import annotations
-
 import json
 import math
 from array import array

@@ -1,7 +1,5 @@
 """Conversations of a file, or of published lengths, asked again: at their own times where the file has them."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

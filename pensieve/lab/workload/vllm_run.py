@@ -132,7 +132,7 @@ class RealRequest:
 
 def shipped() -> list[str]:
     """The runs that come with the package."""
-    return sorted(folder.name for folder in RUNS.iterdir() if folder.is_dir())
+    return sorted(path.parent.name for path in RUNS.glob("*/meta.json"))
 
 
 def file_of(run: str | None, path: str | None) -> Path:

@@ -1,8 +1,6 @@
 """A CPU tier of content in chunks of several blocks, as vLLM's OffloadingConnector keeps it, and which chunk goes first: by
 vLLM's two policies, or by any of ours, from the tail."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Of a conversation that returns, what is there up to the first hole; chunks are given up from the tail (reuse=prefix)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import count, repeat
 

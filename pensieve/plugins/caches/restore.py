@@ -1,7 +1,5 @@
 """Which of a returning session's CPU chunks are loaded, and which are computed again while the others load."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

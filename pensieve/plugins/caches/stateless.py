@@ -1,7 +1,5 @@
 """The baseline that forgets: all KV is released when a turn ends (vLLM without prefix caching)."""
 
-from __future__ import annotations
-
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.session import Session

@@ -1,7 +1,5 @@
 """Many simulated replicas behind a router, on one virtual clock."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Callable

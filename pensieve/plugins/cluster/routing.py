@@ -1,7 +1,5 @@
 """Which replica of a cluster serves a request: one function a policy, over what a router may know of those that are up."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """A GGUF file as a folder of safetensors, through transformers' own reader."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -9,8 +9,6 @@
 KV lives as long as its request in all three, so nothing is kept from one turn to the next.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from array import array
 from contextlib import suppress

@@ -4,8 +4,6 @@ It is the C++ server of xllamacpp, a wheel that needs no compiler. Prompts are t
 become ids again.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

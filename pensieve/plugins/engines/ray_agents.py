@@ -1,7 +1,5 @@
 """Agents on Ray, as they are served where nobody shares an engine: a process an agent, or a process a step."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

@@ -1,7 +1,5 @@
 """transformers as an engine: plain generate, which most people start with, and its continuous batching."""
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

@@ -1,8 +1,6 @@
 """vLLM: its LLM class, driven over a pipe, or its server over HTTP. Both live in an environment of their own (`make
 vllm-env`), because vLLM pins a torch and a transformers that need not be ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -5,8 +5,6 @@ so the file names each id by a plain ASCII word instead of carrying the model's 
 token whose text ends inside a UTF-8 character, which would show as a late first token.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which of two orders of eviction would have found more: each is followed in a shadow, a cache of counts alone."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sessions that will be back soon go last: by what their client says, or to measure what that is worth, by the schedule."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Hashable
 

@@ -1,7 +1,5 @@
 """What runs in the process of a replica: one engine, and the calls that reach it through a pipe."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -8,8 +8,6 @@ or empty, and whatever else happens to the file (a page that never reached the d
 file in its place) shows in a checksum when it is read. There is no index beside the blocks that could disagree with them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -1,7 +1,5 @@
 """vLLM's CachePolicy by one of our eviction policies, without vLLM: chunks by name in, chunks to evict out."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """What the connector's configuration says to a policy: its name and fields, and what recomputing a chunk costs."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Mapping

@@ -13,8 +13,6 @@ and added when it goes.
 Beside it, what other sessions have had: how far a prompt could be found in blocks that were not computed for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The engine as a library, and over HTTP. Names are resolved on first use: a client of one needs nothing of the other."""
 
-from __future__ import annotations
-
 from pensieve.lazy import from_modules
 
 __all__ = ["Generation", "Server", "Stream", "create_server"]

@@ -1,7 +1,5 @@
 """The server over HTTP: the API of OpenAI, responses that own their KV, sessions, a page; and the command that runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

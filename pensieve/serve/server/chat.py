@@ -1,7 +1,5 @@
 """Talk to a model in the terminal, or play a script through it with and without memory, side by side."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress

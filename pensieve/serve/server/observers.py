@@ -1,7 +1,5 @@
 """Who observes a server: meters for /metrics of all clients together, and what records its turns (serve.record=FILE)."""
 
-from __future__ import annotations
-
 import queue
 import sys
 import threading

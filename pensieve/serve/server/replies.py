@@ -1,7 +1,5 @@
 """What clients get of a turn: completions, chat completions and responses, whole or in events; and of a session."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What clients of the OpenAI API send: chat completions, completions and responses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 

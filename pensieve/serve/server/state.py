@@ -4,8 +4,6 @@ A row is a conversation as of its last turn that stands, written before whoever 
 later, at whatever moment, leaves all that it has told of.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

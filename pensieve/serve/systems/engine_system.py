@@ -1,7 +1,5 @@
 """What every in-engine baseline has, whoever drives it: its parts, how they are started, and what it reports."""
 
-from __future__ import annotations
-
 import logging
 import math
 from abc import ABC, abstractmethod

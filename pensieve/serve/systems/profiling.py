@@ -1,7 +1,5 @@
 """Profiles a started worker through the plans it performs anyway, once for each device and model in a process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

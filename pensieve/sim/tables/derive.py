@@ -5,8 +5,6 @@ of a transformer, and all-reduces), both MIT. Of attention the grid is thinned t
 check the interpolation with.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

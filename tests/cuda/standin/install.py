@@ -1,7 +1,5 @@
 """The stand-in in place of torch.cuda, as far as the project and transformers call it, for the time of a `with`."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import threading

@@ -1,7 +1,5 @@
 """This project's Triton kernels in torch's arithmetic, with the accesses of the real ones, and the driver's batched copy."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import weakref

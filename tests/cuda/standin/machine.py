@@ -1,7 +1,5 @@
 """The device that is not there: its memory, its streams, the capture under way, and what was found."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """torch's operations on tensors of the device: performed on the values, told to the machine, recorded in a capture; and calls
 that never become operations, or that a build for CPUs answers for CPUs only."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

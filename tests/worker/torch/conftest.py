@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Iterator
 from functools import cache

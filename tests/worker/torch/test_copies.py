@@ -1,8 +1,6 @@
 """Each way of copying brings every byte, one layer a call; which of them serves. Page-locking with a CUDA runtime that only
 writes down what it is asked."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap

@@ -1,7 +1,5 @@
 """What is done in C on a CPU: products of few rows, norms and rotations. Against their definitions, and row by row."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

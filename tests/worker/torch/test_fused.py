@@ -1,7 +1,5 @@
 """The fused forwards against transformers' own, packed and joined; how one is chosen, and refused."""
 
-from __future__ import annotations
-
 import copy
 
 import psutil

@@ -1,8 +1,6 @@
 """Memory that ends: at start one sentence with the numbers, in flight the requests of one step, and the next ones go on. A
 device that is in error for good raises whatever it is asked: steps fail with a sentence, and nothing else does."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Memory is taken when it is used, and goes back when it is needed no more: pools, blocks that only a measurement filled."""
 
-from __future__ import annotations
-
 import mmap
 import sys
 

@@ -1,8 +1,6 @@
 """In 16 bits a right model is told from a wrong one by its distance to float32, whatever this machine's rounding does; and
 what passes first serves."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Copies that take their time: what waits for what, and what becomes of a copy that fails."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a step reports, and what it leaves alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

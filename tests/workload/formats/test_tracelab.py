@@ -1,7 +1,5 @@
 """TraceLab's rounds: which tokens prompts share, and when they are sent."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Recorded traffic: read back as written, replayed as what it was made of, and refused where it is something else."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """pensieve advise: read the recording, replay it as its engine was, and then in every way that might help."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

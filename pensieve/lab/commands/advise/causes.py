@@ -7,8 +7,6 @@ lengths, so that the causes of a prompt add up to what it missed, position by po
 Blocks are nodes of a prefix tree, so that two prompts share a node only where all before it is equal too.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

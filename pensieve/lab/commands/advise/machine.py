@@ -4,8 +4,6 @@ A request that nobody was beside, from its arrival to its first token, tells a p
 computed. What it took beyond that is its load from the CPU tier. What a reply took beyond others' prefills tells decodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 

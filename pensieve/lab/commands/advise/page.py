@@ -1,7 +1,5 @@
 """The page that `advise` shows: in a terminal, and as one HTML file that needs nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import median
 from typing import Any

@@ -1,7 +1,5 @@
 """Public formats of recorded requests, by name: of a Reader each makes a Recording."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial

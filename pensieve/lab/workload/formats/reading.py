@@ -1,8 +1,6 @@
 """Reads the entries of workload files, each by a model of its fields; what is wrong with one is fatal or counted, and never
 passed over in silence."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

@@ -1,7 +1,5 @@
 """Conversations as texts: ShareGPT and UltraChat, OpenAI's messages, MT-Bench-101, and agents' sessions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Formats whose requests have times and lengths but no text: Azure, Mooncake, Qwen-Bailian and RAGPulse."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest

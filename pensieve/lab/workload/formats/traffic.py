@@ -1,7 +1,5 @@
 """Recorded traffic as a Recording to replay, and any Recording as recorded traffic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Batches over poisoned pools, and what attention over them is, in float64 and by the definition."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

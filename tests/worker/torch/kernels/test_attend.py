@@ -3,8 +3,6 @@
 conftest.py says how the interpreter is asked.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

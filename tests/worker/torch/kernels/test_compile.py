@@ -3,8 +3,6 @@
 Nothing is timed: registers, shared memory and what shares a multiprocessor bound a kernel, and say nothing of its speed.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """What is the Triton kernel's own, in its interpreter: splits, tiles, boxes, standing plans. See conftest.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
