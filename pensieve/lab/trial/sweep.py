@@ -12,11 +12,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
 from pensieve.lab.results.frame import Cell, Panel, footer, mixtures
 from pensieve.lab.results.identity import sweep_key
-from pensieve.lab.results.mlflow_runs import URL_ENV, copy_sweep, copy_trial
+from pensieve.lab.results.mlflow_runs import URL_ENV, client_of, copy_sweep, copy_trial
 from pensieve.lab.results.notes import MOSTLY, load_changed, noted
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
@@ -298,6 +300,31 @@ def performing(jobs: Sequence[Job], tracking: Tracking) -> Iterator[Iterator[tup
             raise
 
 
+@contextmanager
+def _copying(asked: TrackingConfig, tracking: Tracking) -> Iterator[Callable[[int], None]]:
+    """What copies a trial to MLflow: a process that imports MLflow and opens its store while the block runs, which takes as
+    long as a short trial."""
+    ours, theirs = _FORK.Pipe()
+    beside = _FORK.Process(target=_copy_later, args=(theirs, this_process(), asked, tracking.outputs), daemon=True)  # type: ignore[attr-defined]
+    beside.start()
+
+    def copied(trial_id: int) -> None:
+        ours.send(trial_id)
+        beside.join()
+
+    try:
+        yield copied
+    finally:
+        beside.kill()
+
+
+def _copy_later(told: Connection, owner: Owner, asked: TrackingConfig, outputs: Path) -> None:
+    _begin(owner)
+    with suppress(Exception):  # the copy says why
+        client_of(outputs)
+    copy_trial(outputs, open_tracking(asked, outputs).store, told.recv())
+
+
 def _begin(owner: Owner) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends this process
     log_to_stderr()
@@ -348,23 +375,26 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir) if tracking.kept else tracking.outputs
     job, store = Job(f"{config.model.name} {config.baseline.name}", folder, resolved(cfg)), tracking.store
     keep_resolved(folder, job.config)
-    try:
-        outcome = run_trial(job, tracking)
-    except KeyboardInterrupt:
-        ends_interrupted()
-        say("Interrupted; the trial is marked so, and the same command runs it again.")
-        sys.exit(INTERRUPTED)
-    try:
-        if not outcome.completed:
-            say(str(outcome.error))
-            sys.exit(1)
-        if outcome.reused:
-            say(f"Trial {outcome.trial_id} is this one and is completed; force=true runs it again.")
-        console().print(summary(store, outcome.trial_id), *fidelities(store, [store.trial(outcome.trial_id)]))
-        print(*places(tracking), sep="\n", flush=True)
-    finally:
-        if tracking.mlflow and outcome.trial_id and store.trial(outcome.trial_id).mlflow_run_id is None:
-            copy_trial(tracking.outputs, store, outcome.trial_id)
+    here = partial(copy_trial, tracking.outputs, store)
+    beside = tracking.mlflow and config.hardware.simulated and installed("mlflow")
+    with _copying(config.tracking, tracking) if beside else nullcontext(here) as copied:
+        try:
+            outcome = run_trial(job, tracking)
+        except KeyboardInterrupt:
+            ends_interrupted()
+            say("Interrupted; the trial is marked so, and the same command runs it again.")
+            sys.exit(INTERRUPTED)
+        try:
+            if not outcome.completed:
+                say(str(outcome.error))
+                sys.exit(1)
+            if outcome.reused:
+                say(f"Trial {outcome.trial_id} is this one and is completed; force=true runs it again.")
+            console().print(summary(store, outcome.trial_id), *fidelities(store, [store.trial(outcome.trial_id)]))
+            print(*places(tracking), sep="\n", flush=True)
+        finally:
+            if tracking.mlflow and outcome.trial_id and store.trial(outcome.trial_id).mlflow_run_id is None:
+                copied(outcome.trial_id)
 
 
 def copied_at_once(tracking: Tracking, outcome: Outcome) -> bool:
