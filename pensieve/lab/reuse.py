@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.core.request import TokenArray
+from pensieve.core.request import Request, TokenArray
 from pensieve.core.session import chunks_of, common_prefix
 from pensieve.lab.workload.base import Arrival, Workload
 from pensieve.serve.record import TurnRecord, is_measured
@@ -46,43 +46,46 @@ class Reuse:
         return int(np.maximum(self.tokens - gone, 0).sum()) / whole if whole else 0.0
 
 
-@dataclass(slots=True)
-class _Held:
-    """A conversation. touched: the place of its last request. chunks: that have KV."""
-
-    tokens: TokenArray[int]
-    touched: int
-    chunks: int
-
-
-def reuse_of(workload: Workload, chunk_tokens: int) -> Reuse:
-    """Play the workload with replies that take no time, and measure how far back each turn reaches."""
-    requests: list[
-        tuple[int, int, int, int, bool, int]
-    ] = []  # last place, chunks then and now, history, measured, prompt
-    held: dict[str, _Held] = {}
+def played(workload: Workload) -> Iterator[tuple[Request, TokenArray[int]]]:
+    """Each request as it comes, where replies have their full length and take no time; and what its conversation holds then.
+    The workload is used up."""
+    held: dict[str, TokenArray[int]] = {}
     order = count()
     heap: list[tuple[float, int, Arrival]] = []
 
-    def push(arrivals: list[Arrival]) -> None:
+    def push(arrivals: Iterable[Arrival]) -> None:
         for one in arrivals:
             heapq.heappush(heap, (one.at_s, next(order), one))
 
-    push(list(workload.start()))
+    push(workload.start())
     while heap:
         at_s, _, arrival = heapq.heappop(heap)
-        known = held.get(arrival.request.session)
-        request = arrival.due(known.tokens if known is not None else array("i"))
-        prompt, reply = request.prompt, request.output.max_new_tokens
-        keep = common_prefix(known.tokens, prompt) if known is not None else 0
-        history = min(keep, len(known.tokens) - 1, len(prompt) - 1) if known is not None else 0
-        now = chunks_of(len(prompt) + reply - 1, chunk_tokens)
-        before = (known.touched, known.chunks) if known is not None else (-1, 0)
-        requests.append((*before, now, history, is_measured(request.phase), len(prompt)))
-        held[request.session] = _Held(prompt + _UNSAID * reply, len(requests) - 1, now)
+        known = held.get(arrival.request.session, array("i"))
+        request = arrival.due(known)
+        request.intended_s = at_s
+        yield request, known
+        reply = request.output.max_new_tokens
+        held[request.session] = request.prompt + _UNSAID * reply
         turn = TurnRecord.arrived(request, request.turn, at_s)
+        turn.prompt_tokens = len(request.prompt)
         turn.close("completed", "length", at_s)
-        push(list(workload.on_finished(turn)))
+        turn.output_tokens = reply
+        push(workload.on_finished(turn))
+
+
+def reuse_of(workload: Workload, chunk_tokens: int) -> Reuse:
+    """Play the workload, and measure how far back each turn reaches."""
+    requests: list[
+        tuple[int, int, int, int, bool, int]
+    ] = []  # last place, chunks then and now, history, measured, prompt
+    touched: dict[str, tuple[int, int]] = {}  # by conversation: the place of its last request, and its chunks then
+    for request, known in played(workload):
+        prompt = len(request.prompt)
+        history = max(0, min(common_prefix(known, request.prompt), len(known) - 1, prompt - 1))
+        chunks = chunks_of(prompt + request.output.max_new_tokens - 1, chunk_tokens)
+        before = touched.get(request.session, (-1, 0))
+        touched[request.session] = len(requests), chunks
+        requests.append((*before, chunks, history, is_measured(request.phase), prompt))
     return Reuse(chunk_tokens, *_measured(requests))
 
 

@@ -8,11 +8,9 @@ proportion to the work.
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -119,39 +117,6 @@ class MachineProfile(BaseModel):
 
 
 _ADAPTER = TypeAdapter(MachineProfile)
-
-
-def middle_of(found: Sequence[MachineProfile]) -> MachineProfile:
-    """The median of each figure of profiles that were measured alike, cell by cell; where they were cut short, what all of
-    them have. `measured` is the first one's, with `processes`, their number, `seconds` of them all, the share of others'
-    programs in the busiest, and `one_decode_s` of each: how far they differ."""
-    first = found[0]
-    priced = ("prefill_s", "tail_s", "load_chunk_s")
-    costs = {name: _middle([getattr(one.costs, name) for one in found]) for name in priced}
-    timed = ("prefill", "decode", "reply", "h2d_block_s", "d2h_block_s", "overhead_s")
-    measured = {
-        **first.measured,
-        "processes": len(found),
-        "seconds": round(sum(one.measured["seconds"] for one in found), 1),
-        "others_cpu_share": max(one.measured["others_cpu_share"] for one in found),
-        "one_decode_s": [one.decode.seconds[0][0] + one.overhead_s for one in found],
-    }
-    middle = {name: _middle([getattr(one, name) for one in found]) for name in timed}
-    return first.model_copy(update={**middle, "costs": replace(first.costs, **costs), "measured": measured})
-
-
-def _middle(found: Sequence[Any]) -> Any:
-    """The lower median of numbers; of what holds several, that of each."""
-    found = [one for one in found if one is not None]
-    first = found[0] if found else None
-    if isinstance(first, Grid):
-        seconds = _middle([grid.seconds for grid in found])
-        return Grid(rows=first.rows[: len(seconds)], columns=first.columns, seconds=seconds)
-    if isinstance(first, Mapping):
-        return {key: _middle([one[key] for one in found]) for key in first if all(key in one for one in found)}
-    if isinstance(first, tuple):
-        return tuple(_middle(same) for same in zip(*found, strict=False))
-    return median_low(found) if found else None
 
 
 def read_profile(path: str) -> MachineProfile:

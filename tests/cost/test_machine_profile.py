@@ -20,7 +20,7 @@ from pensieve.lab.trial.machine import _grid, host_times, measure_beside, measur
 from pensieve.lab.trial.run import run_trial
 from pensieve.serve.systems import inline_system
 from pensieve.serve.systems.profiling import load_s, profile_of
-from pensieve.sim.machine_profile import Grid, MachineProfile, ProfiledCost, middle_of, read_profile
+from pensieve.sim.machine_profile import Grid, MachineProfile, ProfiledCost, read_profile
 from pensieve.sim.profile import powers_of_two
 from pensieve.sim.worker import SimulatedWorker, VirtualClock, simulated_cost
 from tests.composed import composed, replayed
@@ -104,32 +104,6 @@ def test_iterations_that_were_not_measured_take_what_the_machine_takes(h100):
     assert cost.recompute_s(1024) == h100.costs.recompute_s(1024)  # one number for policy and simulator
 
 
-def test_the_median_of_several_processes_counts(h100):
-    def scaled(factor: float, share: float, shorter: int = 0) -> MachineProfile:
-        def grid(of: Grid) -> Grid:
-            rows = tuple(tuple(factor * seconds for seconds in row) for row in of.seconds)
-            return of.model_copy(update={"seconds": (*rows[:-1], rows[-1][: len(rows[-1]) - shorter])})
-
-        prefill_s = {tokens: factor * seconds for tokens, seconds in h100.costs.prefill_s.items() if tokens > shorter}
-        costs = replace(h100.costs, prefill_s=prefill_s, load_chunk_s=factor * h100.costs.load_chunk_s)
-        return h100.model_copy(
-            update={
-                "costs": costs, "prefill": grid(h100.prefill), "decode": grid(h100.decode), "overhead_s": factor,
-                "measured": {"seconds": 1.5, "others_cpu_share": share, "rounds": 4},
-            }
-        )  # fmt: skip
-
-    found = middle_of([scaled(1.0, 0.1), scaled(9.0, 0.3, shorter=1), scaled(1.25, 0.2)])
-    assert found.overhead_s == 1.25 and middle_of([scaled(1.0, 0.1)]).decode == h100.decode
-    assert found.costs.load_chunk_s == 1.25 * h100.costs.load_chunk_s
-    assert found.costs.prefill_s == {tokens: 1.25 * seconds for tokens, seconds in h100.costs.prefill_s.items()}
-    assert found.decode.at(64, 32) == 1.25 * h100.decode.at(64, 32)
-    assert found.decode.rows == h100.decode.rows and found.prefill.columns == h100.prefill.columns
-    assert len(found.decode.seconds[-1]) == len(h100.decode.seconds[-1]) - 1  # as far as all of them went
-    assert found.measured["processes"] == 3 and found.measured["seconds"] == 4.5
-    assert found.measured["others_cpu_share"] == 0.3 and found.measured["rounds"] == 4
-
-
 def test_what_the_host_takes_of_a_prompt_is_charged_once_a_prompt(h100):
     plan = plan_trial(check(composed(*TIERS)))
     hardware = replace(plan.hardware, step_overhead_s=0.0)
@@ -183,10 +157,10 @@ def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
         prefills = tuple((truth.iteration_s([(32, 32 + count)], 1) - prompt_s,) for count in lengths)
         more = tuple(truth.iteration_s([(at, at + 1)], 1) - step_s for at in contexts)
         decode = Grid(rows=(1, 2), columns=contexts, seconds=(more, more))
-        found = host_times(plan, Grid(rows=lengths, columns=(32,), seconds=prefills), decode, POOL)
-        assert found.reply.rows == lengths and len(found.reply.columns) == 17
-        assert all(later == pytest.approx(0.0, abs=2e-6) for row in found.reply.seconds for later in row[1:])
-        return found.iteration_s, *(row[0] for row in found.reply.seconds)
+        iteration_s, reply = host_times(plan, Grid(rows=lengths, columns=(32,), seconds=prefills), decode, POOL)
+        assert reply.rows == lengths and len(reply.columns) == 17
+        assert all(later == pytest.approx(0.0, abs=2e-6) for row in reply.seconds for later in row[1:])
+        return iteration_s, *(row[0] for row in reply.seconds)
 
     assert measured(0.0, 0.0) == pytest.approx((0.0, *[0.0] * 5), abs=2e-6)
     assert measured(2e-4, 5e-4) == pytest.approx(
@@ -202,10 +176,10 @@ def test_decodes_that_settle_are_measured_as_they_are_simulated(h100, tmp_path, 
     h100.model_copy(update={"reply": replies(told), "overlaps": False}).write(file)
     tiers = (f"cache.gpu={pool} tokens", f"cache.cpu={pool} tokens")
     plan = plan_trial(check(composed(*tiers, "hardware=sim_profile", f"hardware.profile={file}")))
-    found = host_times(plan, h100.prefill, h100.decode, pool)
-    assert found.iteration_s == pytest.approx(0.0, abs=1e-6)
-    assert found.reply.rows == tuple(told)
-    for row, expected in zip(found.reply.seconds, told.values(), strict=True):
+    iteration_s, reply = host_times(plan, h100.prefill, h100.decode, pool)
+    assert iteration_s == pytest.approx(0.0, abs=1e-6)
+    assert reply.rows == tuple(told)
+    for row, expected in zip(reply.seconds, told.values(), strict=True):
         waits_s = 0.2e-3 if pool == 1024 else 1e-6
         assert expected[0] - 1e-6 <= row[0] <= expected[0] + waits_s
         assert row[1:] == pytest.approx((*expected[1:], *[0.0] * 12), abs=1e-6)

@@ -5,17 +5,7 @@ import pytest
 from rich.console import Console
 
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.trial.fidelity import (
-    FLOW,
-    TTFT,
-    Compared,
-    Observed,
-    compared,
-    errors_of,
-    fidelity_here,
-    mean_of,
-    verdict_here,
-)
+from pensieve.lab.trial.fidelity import FLOW, TTFT, Observed, again, errors_of, fidelity_here, holds, mean_of
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
 RATES = ("gpu_hit_rate", "cpu_hit_rate", "miss_rate")
@@ -46,32 +36,27 @@ def test_a_trial_is_held_against_the_median_of_the_repeats_in_the_turns_that_all
 
 
 def test_a_machine_against_itself():
-    assert compared("x", [observed(a=1.0)], []).real is None
-    assert equal(compared("x", [observed(a=1.0)] * 3, []).real, errors((0.0, 0.0, 0.0), 0.0, 0.0))
-    spread = compared("x", [observed(flow=100.0, a=10.0), observed(gpu=0.48, flow=110.0, a=10.0)], []).real
+    assert again([observed(a=1.0)]) is None
+    assert equal(again([observed(a=1.0)] * 3), errors((0.0, 0.0, 0.0), 0.0, 0.0))
+    spread = again([observed(flow=100.0, a=10.0), observed(gpu=0.48, flow=110.0, a=10.0)])
     assert equal(spread.abs(), errors((2.0, 0.0, 2.0), (100 * (1 - 100 / 110) + 10.0) / 2, 0.0))
 
 
-def place(hits, throughput, ttft):
-    return Compared("pressure=4", 5, errors((hits, 0.0, None), throughput, ttft), None)
-
-
 @pytest.mark.parametrize(
-    ("off", "holds"),
+    ("hits", "throughput", "ttft", "within"),
     [
-        ((1.0, -5.0, 10.0), True),
-        ((None, 0.0, 0.0), True),  # no history
-        ((1.1, 0.0, 0.0), False),
-        ((-1.1, 0.0, 0.0), False),
-        ((0.0, -5.1, 0.0), False),
-        ((0.0, 0.0, 10.1), False),
-        ((0.0, None, 0.0), False),  # what cannot be told
-        ((0.0, 0.0, None), False),
+        (1.0, -5.0, 10.0, True),
+        (None, 0.0, 0.0, True),  # no history
+        (1.1, 0.0, 0.0, False),
+        (-1.1, 0.0, 0.0, False),
+        (0.0, -5.1, 0.0, False),
+        (0.0, 0.0, 10.1, False),
+        (0.0, None, 0.0, False),  # what cannot be told
+        (0.0, 0.0, None, False),
     ],
 )
-def test_the_verdict_says_where_it_fails(off, holds):
-    assert place(*off).holds is holds
-    assert ("holds. All 1 places" if holds else "fails at 1 of 1 places: pressure=4.") in verdict_here([place(*off)])
+def test_what_no_error_may_exceed(hits, throughput, ttft, within):
+    assert holds(errors((hits, 0.0, None), throughput, ttft)) is within
 
 
 def test_means_are_of_sizes_with_the_sign_of_the_mean():
@@ -107,7 +92,7 @@ def test_a_sweep_over_both_machines_has_a_verdict_and_any_other_has_none():
     assert "n GPU CPU missed tok/s TTFT" in text
     assert "3 +0.0/0.0 +0.0/0.0 +0.0/0.0 -3.8/13.8 4.0/14.4" in text
     assert "Verdict: holds" in text
-    assert "fails at 1 of 1" in printed([9.0, 10.0, 11.0], [12.0])
+    assert "fails at 1 of 1 places: pensieve, seed 0. The limits" in printed([9.0, 10.0, 11.0], [12.0])
     hidden = printed([10.0, 10.0, 10.0], [10.0, 10.0, 13.0])  # one that is off, among two that are not
     assert "-7.7/0.0 10.0/0.0" in hidden and "fails at 1 of 1" in hidden  # a third of 23.1 and of 30 %
     assert fidelity_here(*swept([9.0, 10.0], [])) is None

@@ -142,22 +142,12 @@ class Observed(NamedTuple):
     ttft_ms: pd.Series[float]
 
 
-class Compared(NamedTuple):
-    """One place of the sweep. simulated: against the median of the real repeats, None where one of the two is missing; real:
-    a repeat against that of the others, None below two. Both are means of sizes."""
-
-    place: str
-    repeats: int
-    simulated: Errors | None
-    real: Errors | None
-
-    @property
-    def holds(self) -> bool:
-        """Hits may be unknown, where there is no history; what has no throughput or no first tokens does not hold."""
-        if self.simulated is None:
-            return False
-        hits = (self.simulated[list(_HITS)].dropna().abs() <= HIT_POINTS).all()
-        return bool(hits and abs(self.simulated[FLOW]) <= THROUGHPUT_PCT and abs(self.simulated[TTFT]) <= TTFT_PCT)
+def holds(errors: Errors | None) -> bool:
+    """Hits may be unknown, where there is no history; what has no throughput or no first tokens does not hold."""
+    if errors is None:
+        return False
+    hits = (errors[list(_HITS)].dropna().abs() <= HIT_POINTS).all()
+    return bool(hits and abs(errors[FLOW]) <= THROUGHPUT_PCT and abs(errors[TTFT]) <= TTFT_PCT)
 
 
 def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
@@ -182,46 +172,43 @@ def mean_of(errors: Iterable[Errors]) -> Errors | None:
     return None if each.empty else pd.Series(np.copysign(each.abs().mean(skipna=False), each.mean()))
 
 
-def compared(place: str, real: Sequence[Observed], simulated: Sequence[Observed]) -> Compared:
-    again = (errors_of(one, [*real[:at], *real[at + 1 :]]) for at, one in enumerate(real) if len(real) > 1)
-    return Compared(place, len(real), mean_of(errors_of(one, real) for one in simulated if real), mean_of(again))
-
-
 def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     """The table and the verdict of a sweep that ran on a machine and on its profile, by place of its other axes; None where
     no trial goes by a profile, or all do. A place that lacks one of the two is not within the limits."""
-    found, places, both = Frame(store, sweep_id), list[Compared](), False
+    found, lines, outside, both = Frame(store, sweep_id), list[dict[str, str]](), list[str](), False
     for group in found.panels("hardware"):
         for baseline, trials in group.trials.items():
             for seed in sorted({trial.seed for trial in trials}):
                 own = [trial for trial in trials if trial.seed == seed]
                 real = [_observed(found, trial) for trial in own if not trial.simulated]
                 simulated = [_observed(found, trial) for trial in own if trial.simulated and _goes_by_a_profile(trial)]
-                text = ", ".join(filter(None, (group.text, baseline, f"seed {seed}")))
-                places.append(compared(text, real, simulated))
                 both = both or bool(real and simulated)
+                place = ", ".join(filter(None, (group.text, baseline, f"seed {seed}")))
+                errors = mean_of(errors_of(one, real) for one in simulated if real)
+                lines.append({"": place, "n": str(len(real)), **_cells(errors, again(real))})
+                outside += [] if holds(errors) else [place]
     if not both:
         return None
-    heads = {**_HITS, FLOW: "tok/s", TTFT: "TTFT"}
-    lines = []
-    for one in places:
-        line = {"": one.place, "n": str(one.repeats)}
-        for name, head in heads.items():
-            ours, theirs = (np.nan if errors is None else errors[name] for errors in (one.simulated, one.real))
-            shown = NONE if np.isnan(ours) else f"{ours:{'' if name == TTFT else '+'}.1f}"
-            line[head] = f"{shown}/{NONE if np.isnan(theirs) else f'{abs(theirs):.1f}'}"
-        lines.append(line)
-    table = grid(lines, "This machine's simulation, against the machine", fold=True)
-    return Group(table, _LEGEND, verdict_here(places))
-
-
-def verdict_here(places: Sequence[Compared]) -> str:
     limits = f"{HIT_POINTS:g} point of hit rate, {THROUGHPUT_PCT:g} % of throughput, {TTFT_PCT:g} % of TTFT"
-    outside = [one.place for one in places if not one.holds]
-    if not outside:
-        return f"Verdict: holds. All {len(places)} places are within {limits}."
-    at = f"{len(outside)} of {len(places)} places: {'; '.join(outside)}"
-    return f"Verdict: fails at {at}. The limits are {limits}."
+    said = f"Verdict: holds. All {len(lines)} places are within {limits}."
+    if outside:
+        at = f"{len(outside)} of {len(lines)} places: {'; '.join(outside)}"
+        said = f"Verdict: fails at {at}. The limits are {limits}."
+    return Group(grid(lines, "This machine's simulation, against the machine", fold=True), _LEGEND, said)
+
+
+def again(real: Sequence[Observed]) -> Errors | None:
+    """Of each repeat against the median of the others; None below two."""
+    return mean_of(errors_of(one, [*real[:at], *real[at + 1 :]]) for at, one in enumerate(real) if len(real) > 1)
+
+
+def _cells(simulated: Errors | None, real: Errors | None) -> dict[str, str]:
+    cells = {}
+    for name, head in {**_HITS, FLOW: "tok/s", TTFT: "TTFT"}.items():
+        ours, theirs = (np.nan if errors is None else errors[name] for errors in (simulated, real))
+        shown = NONE if np.isnan(ours) else f"{ours:{'' if name == TTFT else '+'}.1f}"
+        cells[head] = f"{shown}/{NONE if np.isnan(theirs) else f'{abs(theirs):.1f}'}"
+    return cells
 
 
 def _observed(found: Frame, trial: Trial) -> Observed:

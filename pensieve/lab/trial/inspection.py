@@ -1,27 +1,22 @@
 """workload.inspect=true: describe what a workload would ask and how that fits the cache; no engine, no database."""
 
-import heapq
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import count
 from statistics import mean
 from typing import NamedTuple
 
-from pensieve.core.request import TokenArray
 from pensieve.core.session import common_prefix
 from pensieve.lab.compose.build import make_workload
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
 from pensieve.lab.compose.settings import TrialConfig
+from pensieve.lab.reuse import played
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.workload.base import Arrival, Workload, WorkloadPlan, byte_notes, context_cuts, cut_by_context
-from pensieve.serve.record import TurnRecord, is_measured
+from pensieve.lab.workload.base import Workload, WorkloadPlan, byte_notes, context_cuts, cut_by_context
+from pensieve.serve.record import is_measured
 
 _SAME = {"baseline", "eviction", "scheduler", "tracking", "trial", "slo", "repeat"}
 """Groups that do not change what is asked."""
-UNKNOWN = -1  # a reply's token: only the model could say it
 
 
 def print_inspections(configs: Iterable[TrialConfig]) -> None:
@@ -36,15 +31,13 @@ class Asked(NamedTuple):
     history."""
 
     session: str
-    phase: str
     at_s: float
     new: int
     reply: int
     prompt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(NamedTuple):
     """turns: the measured ones. warmup_turns: the others."""
 
     plan: WorkloadPlan
@@ -75,33 +68,17 @@ def inspection_of(plan: TrialPlan) -> Inspection:
 
 
 def inspect(workload: Workload) -> Inspection:
-    """Drive the workload with a system that answers at once, at full length, and never fails. The workload is used up."""
-    plan, order = workload.describe(), count()
-    said: dict[str, TokenArray[int]] = {}
-    turns: list[Asked] = []
-    heap: list[tuple[float, int, Arrival]] = []
-
-    def push(arrivals: Iterable[Arrival]) -> None:
-        for arrival in arrivals:
-            heapq.heappush(heap, (arrival.at_s, next(order), arrival))
-
-    push(workload.start())
-    while heap:
-        at_s, _, arrival = heapq.heappop(heap)
-        held = said.get(arrival.request.session, array("i"))
-        request = arrival.due(held)
-        prompt, history, session = request.prompt, request.history, request.session
+    """The workload is used up."""
+    plan, turns, others = workload.describe(), list[Asked](), 0
+    for request, held in played(workload):
+        prompt, history = request.prompt, request.history
         known = min(common_prefix(held, prompt) if history is None else history.tokens, len(prompt) - 1)
         reply = request.output.max_new_tokens
-        turns.append(Asked(session, request.phase, at_s, len(prompt) - known, reply, len(prompt)))
-        said[session] = prompt + array("i", [UNKNOWN]) * reply
-        answered = TurnRecord(session, request.turn, label=request.label, phase=request.phase, stream=request.stream)
-        answered.request_id, answered.iteration = request.id, request.iteration
-        answered.intended_s = answered.finished_s = at_s
-        answered.prompt_tokens, answered.output_tokens = len(prompt), reply
-        push(workload.on_finished(answered))
-    measured = [turn for turn in turns if is_measured(turn.phase)]
-    return Inspection(plan, measured, len(turns) - len(measured))
+        if is_measured(request.phase):
+            turns.append(Asked(request.session, request.intended_s, len(prompt) - known, reply, len(prompt)))
+        else:
+            others += 1
+    return Inspection(plan, turns, others)
 
 
 def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:

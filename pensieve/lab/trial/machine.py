@@ -3,17 +3,14 @@
 Everything is measured `rounds` times, all cells of both grids in each round, so that a busy minute hits all of them; the
 median counts. What is measured are plans and conversations of this module's own: no trial is among them.
 
-`pensieve profile` does so in several processes one after the other, and the median counts, since where a process's memory
-happens to lie makes up to a tenth of a decode on a CPU. A trial may have it done beside itself (trial.measure_machine).
+`pensieve profile` does so by itself. A trial may have it done beside itself (trial.measure_machine): where a process's memory
+happens to lie makes up to a tenth of a decode on a CPU, and so do the minutes.
 """
 
-import multiprocessing
 import os
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +26,7 @@ from pensieve.lab.compose.build import build_system, check_free_memory, check_me
 from pensieve.lab.compose.conf import outputs_folder, read_option
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
-from pensieve.lab.compose.settings import TrialConfig, check, check_node
+from pensieve.lab.compose.settings import check, check_node
 from pensieve.lab.statistics import median
 from pensieve.lab.trial.job import device_lock
 from pensieve.lab.trial.samples import Neighbours
@@ -37,7 +34,7 @@ from pensieve.lab.trial.terminal import say
 from pensieve.plugins.device.shelf import open_shelf
 from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of
-from pensieve.sim.machine_profile import Grid, MachineProfile, middle_of
+from pensieve.sim.machine_profile import Grid, MachineProfile
 from pensieve.sim.profile import powers_of_two
 
 SHORTEST_CONTEXT = 32
@@ -79,16 +76,16 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
         inward, outward = (load_s(worker, clock, transfers, inward=inward) for inward in (True, False))
     finally:
         worker.close()
-    times = host_times(plan, prefill, decode, longest)
+    found_s, reply = host_times(plan, prefill, decode, longest)
     return MachineProfile(
         costs=costs,
         prefill=prefill,
         decode=decode,
-        reply=times.reply,
+        reply=reply,
         block_bytes=plan.block_bytes,
         h2d_block_s=inward,
         d2h_block_s=outward,
-        overhead_s=times.iteration_s,
+        overhead_s=max(0.0, found_s),
         overlaps=plan.device.kind == "cuda",
         where=where,
         measured={
@@ -96,7 +93,7 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
             "seconds": round(perf_counter() - began, 1),
             "rounds": rounds,
             "prompts": _PROMPTS,
-            "iteration_less_decode_s": times.found_s,
+            "iteration_less_decode_s": found_s,
             "others_cpu_share": round(neighbours.share(), 3),
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
@@ -157,18 +154,11 @@ def _grid(
     return Grid(rows=tuple(rows), columns=tuple(columns), seconds=tuple(tuple(times) for times in table))
 
 
-@dataclass(frozen=True, slots=True)
-class HostTimes:
-    """What a conversation takes beyond what the worker takes for its iterations. iteration_s: of each, long after the last
-    prefill; found_s: the same, below 0 where the worker was slower by itself. reply: as in MachineProfile."""
+def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> tuple[float, Grid]:
+    """What a conversation takes beyond what the worker takes for its iterations: of each, long after the last prefill (below
+    0 where the worker was slower by itself); and `reply`, as in MachineProfile.
 
-    iteration_s: float
-    found_s: float
-    reply: Grid
-
-
-def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> HostTimes:
-    """Medians of long replies, and of prompts of several lengths in turn with short ones. Each is the second turn of a
+    Medians of long replies, and of prompts of several lengths in turn with short ones. Each is the second turn of a
     conversation, as most are: its history is found. Nothing is forgotten, so that an admission has to make room as in a
     trial, which takes the host some time; what it waits for copies meanwhile, on a CPU a tenth of that, is priced apart once
     more. And as in a trial a prefill follows decodes and an idle engine, and finds a processor's caches full of what those
@@ -205,9 +195,7 @@ def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> Ho
         firsts = [turn.emitted_s[0] - (turn.arrived_s or 0.0) - alone_s for turn in turns]
         decodes = zip(*(_decodes_s(turn, decode) for turn in turns), strict=True)
         rows.append(tuple(max(0.0, median(seconds) - iteration_s) for seconds in (firsts, *decodes)))
-    return HostTimes(
-        iteration_s, found_s, Grid(rows=tuple(lengths), columns=tuple(range(settled)), seconds=tuple(rows))
-    )
+    return found_s, Grid(rows=tuple(lengths), columns=tuple(range(settled)), seconds=tuple(rows))
 
 
 def _decodes_s(turn: TurnRecord, decode: Grid) -> list[float]:
@@ -255,12 +243,8 @@ _written: dict[str, tuple[tuple[object, ...], str]] = {}
 # -- pensieve profile: once for a machine, for the retention value of its trials and for simulating it ---------------------
 
 
-LATEST = "latest.json"
-
-
-PROCESSES, ROUNDS, BUDGET_S = 3, 5, 120.0
-"""How many processes measure, how often each cell is measured in each at most, and seconds of measured cells in all of them,
-beyond which no further cell or round begins."""
+ROUNDS, BUDGET_S = 5, 120.0
+"""How often each cell is measured at most, and seconds of measured cells beyond which no further cell or round begins."""
 
 
 class ProfileSettings(BaseModel):
@@ -275,34 +259,20 @@ def profile(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     """Measure, write, say where; returns the exit status."""
     settings = check_node(ProfileSettings, config, "profile")
     fields = {name: value for name, value in config.items() if name != "profile"}
-    plan = plan_trial(_checked(fields))
+    plan = plan_trial(check({**fields, "workload": read_option("workload", "chat")}))
     check_measurable(plan)
-    spawn = multiprocessing.get_context("spawn")  # a fork would share threads, and where memory lies
-    measured = []
-    with device_lock(plan.device, plan.config.trial.exclusive):
+    # The worker alone and the engine then read the same weights, where they lie.
+    with device_lock(plan.device, plan.config.trial.exclusive), open_shelf():
         check_free_memory(plan)
-        for place in range(1, PROCESSES + 1):
-            with ProcessPoolExecutor(1, mp_context=spawn) as apart:
-                measured.append(apart.submit(_measure, fields).result())
-            say(f"measured in {place} of {PROCESSES} processes")
-    found = middle_of(measured)
+        found = measure_machine(plan, ROUNDS, BUDGET_S)
     folder = outputs_folder() / "profiles"
     name = "".join(letter if letter.isalnum() else "-" for letter in plan.device.label)
-    paths = [folder / f"{plan.model.name}-{name}.json", folder / LATEST]
+    paths = [folder / f"{plan.model.name}-{name}.json", folder / "latest.json"]
     for path in [Path(settings.to)] if settings.to is not None else paths:
         found.write(path)
     say(_summary(found))
     print(f"Profile:  {settings.to or paths[0]}")
     return 0
-
-
-def _measure(fields: Mapping[str, Any]) -> MachineProfile:
-    with open_shelf():  # the worker alone and the engine then read the same weights, where they lie
-        return measure_machine(plan_trial(_checked(fields)), ROUNDS, BUDGET_S / PROCESSES)
-
-
-def _checked(fields: Mapping[str, Any]) -> TrialConfig:
-    return check({**fields, "workload": read_option("workload", "chat")})
 
 
 def _summary(found: MachineProfile) -> str:
