@@ -91,7 +91,7 @@ def advise() -> int:
 
 def bench() -> int:
     """Benchmarks beside their limits and peers: target=all."""
-    return _live("bench", "pensieve.lab.bench", "run_target")
+    return _live("bench", "pensieve.lab.bench.session", "run_target")
 
 
 def serve() -> int:

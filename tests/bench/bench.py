@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from pensieve.lab.bench import Options
-from pensieve.lab.bench.session import Bench
+from pensieve.lab.bench.session import Bench, Options
 from pensieve.lab.compose.plan import Device
 from pensieve.lab.compose.settings import HardwareConfig
 from pensieve.lab.results.store import open_store

@@ -96,11 +96,11 @@ def test_rounds_alternate_each_begins_with_another_and_short_runs_are_repeated(m
         clock.run(0.002)
 
     times = interleaved({"a": lambda: slow("a"), "b": lambda: slow("b")}, 2, CPU, at_least_ms=0.0)
-    assert calls == [*"aaabbb", "a", "b", "b", "a"]  # two warm calls and one to size each
+    assert calls == [*"aaaabbbb", "a", "b", "b", "a"]  # two warm calls, one to size and one more each
     assert [[pytest.approx(2.0)] * 2] * 2 == [t.values for t in times.values()]
     calls.clear()
     times = interleaved({"c": lambda: slow("c")}, 1, CPU, at_least_ms=20.0)
-    assert (len(calls), times["c"].values) == (2 + 1 + 10, [pytest.approx(2.0)]), "as many as take 20 ms, divided"
+    assert (len(calls), times["c"].values) == (2 + 1 + 10 + 10, [pytest.approx(2.0)]), "as many as take 20 ms, divided"
 
 
 def test_a_backend_that_raises_costs_only_itself() -> None:

@@ -5,8 +5,8 @@ from types import ModuleType
 import pytest
 
 from pensieve.errors import ConfigError, HardwareMissing
-from pensieve.lab.bench import TARGETS, run_target
 from pensieve.lab.bench.case import Case, Measured
+from pensieve.lab.bench.session import TARGETS, run_target
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.results.store import open_store
 

@@ -2,7 +2,7 @@ import pytest
 from hydra import initialize_config_dir
 
 from pensieve.lab.bench import serve
-from pensieve.lab.bench.serve import Turn, turn_s
+from pensieve.lab.bench.serve import turn_s
 from pensieve.lab.compose.conf import conf_folder, read_option
 from pensieve.lab.compose.plan import find_device
 from pensieve.lab.compose.settings import HardwareConfig
@@ -12,15 +12,7 @@ from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_spec
 
 MACHINE = HardwareSpec("sim", True, flops=1e12, memory_bw=1e9)
-CHAT = {
-    "users": 4,
-    "conversations": 4,
-    "think_time_s": 1.0,
-    "min_turns": 2,
-    "max_turns": 3,
-    "max_new_tokens": 16,
-    "warmup_turns": 1,
-}
+CHAT = {"users": 4, "conversations": 4, "think_time_s": 1.0, "min_turns": 2, "max_turns": 3, "max_new_tokens": 16}
 
 
 @pytest.mark.slow
@@ -50,7 +42,7 @@ def test_a_load_puts_every_baseline_beside_the_roofline_ratio(tmp_path, monkeypa
 
 
 def test_a_prompt_and_its_decode_steps_add_up() -> None:
-    line, turn = Roofline(tiny_spec("llama"), MACHINE, 32), Turn(100, 20, 10)
+    line, turn = Roofline(tiny_spec("llama"), MACHINE, 32), (100, 20, 10)
     step = line.iteration_s([(125, 126)] * 2, 2)
     assert turn_s(line, [turn], 2, keeps=True) == pytest.approx(line.iteration_s([(100, 120)], 1) + 10 * step / 2)
     assert turn_s(line, [turn], 2, keeps=False) == pytest.approx(line.iteration_s([(0, 120)], 1) + 10 * step / 2)

@@ -29,7 +29,7 @@ def test_the_stepper_computes_what_the_plain_model_computes(model):
     stepper.fill()
     assert stepper.decode(2, steps=1) > 0
     token = stepper.tokens[1]
-    stepper.close()
+    stepper.worker.close()
     ids = prompt(1, 70, 97)
     module = plain_module(model)
     with torch.inference_mode():

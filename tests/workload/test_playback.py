@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.fit import Fit, fitted, synthesised, warmups
-from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users, lengths_of
+from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, hashes_of
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import drive, measured
@@ -23,8 +23,7 @@ def playback(conversations, arrivals, seed=0, pause_s=1.0, **options):
     if isinstance(arrivals, int):
         arrivals = Users.dealt(dialogues, arrivals)
     warm = warmups(dialogues, 4, 2, context(seed))
-    facts = lengths_of(dialogues) | {"source": "x"}
-    return Playback(context(seed), warm, dialogues, arrivals, Pauses(seed, pause_s), facts=facts, **options)
+    return Playback(context(seed), warm, dialogues, arrivals, Pauses(seed, pause_s), **options)
 
 
 def keys(arrivals):
@@ -104,12 +103,9 @@ def test_what_does_not_fit_is_cut_and_counted():
     ]
     measured, left_out = fitted(found, Fit(context(max_context=100), max_turns=2), min_turns=1)
     assert [(one.session, one.turns) for one in measured] == [("cut", 1), ("short", 1), ("ok", 2)]
-    assert left_out == {
-        "conversations_with_too_few_turns": 0,
-        "conversations_too_long_for_the_context": 1,
-        "conversations_cut_by_context": 1,
-        "turns_cut_by_context": 1,
-    }
+    assert left_out == {"conversations_with_too_few_turns": 0, "conversations_too_long_for_the_context": 1}
+    told = Playback(context(), (), measured, Poisson(1.0), Pauses(0, 1.0)).describe().facts
+    assert (told["conversations_cut_by_context"], told["turns_cut_by_context"]) == (1, 1)
     measured, left_out = fitted(found, Fit(context(max_context=1000)), min_turns=2, wanted=1)
     assert [one.session for one in measured] == ["cut"]
     assert left_out["conversations_with_too_few_turns"] == 1

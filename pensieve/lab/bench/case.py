@@ -1,8 +1,10 @@
 """What a benchmark measures: a case with its limit and the result of each backend, timed in interleaved rounds, so that a
 disturbance meets all of them alike; and cases as a table."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -118,6 +120,10 @@ def table(cases: Sequence[Case]) -> Table:
 
 
 def _line(case: Case, one: Measured) -> dict[str, str]:
+    peers = [peer.value for peer in case.measured if peer.values and peer.backend != case.ours]
+    of_peer = ""
+    if one.backend == case.ours and one.values and peers:
+        of_peer = f"{one.value / max(peers) if case.higher_is_better else min(peers) / one.value:.2f}x"
     return {
         "case": case.label if one is case.measured[0] else "",
         "backend": one.backend + (f" {one.version}" if one.version else ""),
@@ -126,16 +132,8 @@ def _line(case: Case, one: Measured) -> dict[str, str]:
         "unit": case.unit,
         "limit": significant(case.floor),
         "of limit": f"{one.value / case.floor:.2f}" if one.values and case.floor else NONE,
-        "of peer": _against_peers(case, one),
+        "of peer": of_peer,
     }
-
-
-def _against_peers(case: Case, one: Measured) -> str:
-    peers = [peer.value for peer in case.measured if peer.values and peer.backend != case.ours]
-    if one.backend != case.ours or not one.values or not peers:
-        return ""
-    better = one.value / max(peers) if case.higher_is_better else min(peers) / one.value
-    return f"{better:.2f}x"
 
 
 # Times
@@ -150,22 +148,20 @@ def synchronize(device: torch.device) -> None:
 def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Measured]:
     """The milliseconds that each way returns, once a round, each round beginning with another one. A round before warms up,
     and does not count. A way that raises has its error in place of values, and the others go on."""
-    names = list(ways)
-    values: dict[str, list[float]] = {name: [] for name in names}
+    values: dict[str, list[float]] = {name: [] for name in ways}
     errors: dict[str, str] = {}
+    order = deque(ways)
     for number in range(-1, rounds):
-        shift = max(0, number) % max(1, len(names))
-        for name in (*names[shift:], *names[:shift]):
-            if name in errors:
-                continue
-            try:
-                took = ways[name]()
-            except Exception as error:  # a backend may refuse in any way it likes
-                errors[name] = explain(error)
-            else:
-                values[name] += [took] if number >= 0 else []
+        for name in order:
+            if name not in errors:
+                try:
+                    values[name].append(ways[name]())
+                except Exception as error:  # a backend may refuse in any way it likes
+                    errors[name] = explain(error)
+        order.rotate(-1 if number >= 0 else 0)
     return {
-        name: Measured(name, error=errors[name]) if name in errors else Measured(name, values[name]) for name in names
+        name: Measured(name, () if name in errors else took[1:], error=errors.get(name))
+        for name, took in values.items()
     }
 
 
@@ -182,19 +178,13 @@ def interleaved(
 
 
 def _several(run: Callable[[], object], device: torch.device, at_least_ms: float) -> Callable[[], float]:
-    calls = 0
+    @cache
+    def calls() -> int:
+        for _ in range(_WARM_CALLS):  # compiles, chooses kernels, touches memory
+            run()
+        return max(1, min(_MOST_CALLS, round(at_least_ms / max(_timed(run, 1, device), 1e-4))))
 
-    def way() -> float:
-        nonlocal calls
-        if not calls:
-            for _ in range(_WARM_CALLS):  # compiles, chooses kernels, touches memory
-                run()
-            once = _timed(run, 1, device)
-            calls = max(1, min(_MOST_CALLS, round(at_least_ms / max(once, 1e-4))))
-            return once
-        return _timed(run, calls, device)
-
-    return way
+    return lambda: _timed(run, calls(), device)
 
 
 def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float:

@@ -26,6 +26,7 @@ from pensieve.device.model import load_backend
 from pensieve.errors import PensieveError
 from pensieve.lab.bench.case import OURS, Case, Measured, interleaved
 from pensieve.lab.bench.session import Bench
+from pensieve.sim.roofline import attended_pairs
 
 Call = Callable[[], torch.Tensor]
 Runs = Sequence[tuple[int, int]]
@@ -59,6 +60,7 @@ class Asked:
 
 def run(bench: Bench) -> None:
     """Measure and record all cases. Raises a PensieveError where the backend that serves here cannot be loaded."""
+    bench.measure_limits()
     shape = _SHAPES[bench.device.type]
     backends, absent = find_backends(bench.device, bench.dtype, shape)
     for asked in cases(bench.on_gpu):
@@ -103,11 +105,6 @@ def cases(on_gpu: bool) -> list[Asked]:
     ]  # fmt: skip
 
 
-def pairs(start: int, stop: int) -> int:
-    """How many (query, key) pairs positions [start, stop) attend to."""
-    return (stop - start) * (start + 1 + stop) // 2
-
-
 def _measure(
     bench: Bench, shape: Shape, backends: Mapping[str, AttentionBackend], absent: Mapping[str, str], asked: Asked
 ) -> None:
@@ -135,7 +132,7 @@ def _measure(
 def _case(bench: Bench, inputs: Inputs, asked: Asked) -> Case:
     shape, layers = inputs.shape, inputs.layers
     moved = inputs.kv_bytes + 2 * inputs.queries.nbytes  # keys and values once each, queries in, results out
-    products = 4 * shape.heads * shape.dim * sum(pairs(span.start, span.stop) for span in inputs.batch.spans)
+    products = 4 * shape.heads * shape.dim * sum(attended_pairs(span.start, span.stop) for span in inputs.batch.spans)
     memory_ms = moved * layers / bench.copy_bytes_s * 1e3
     matrix_ms = products * layers / bench.matrix_flops_s * 1e3
     sizes = {"kind": asked.kind, "batch": len(asked.rows), "context": asked.context, "new": asked.new, "layers": layers}

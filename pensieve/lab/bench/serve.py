@@ -68,33 +68,24 @@ def run(bench: Bench) -> None:
 
 
 def _measure(bench: Bench, load: Load) -> None:
-    found: dict[str, tuple[int, Measured]] = {}
-    errors: dict[str, str] = {}
+    found: dict[str, Measured] = {}
     for name in BASELINES:
         try:
             found[name] = _trial(bench, load, name)
         except Exception as error:  # recorded with its reason; the others go on
-            errors[name] = str(error) if isinstance(error, PensieveError) else explain(error)
-    for name in (OURS, WORST):
-        if name not in found:
-            raise RequestFailed(f"baseline={name} gave nothing in {load.label}: {errors[name]}")
-    worst, ratio = found[WORST][1].value, _roofline_ratio(bench, load, found[OURS][0])
+            found[name] = Measured(name, error=str(error) if isinstance(error, PensieveError) else explain(error))
+    worst, _ = found[WORST].value, found[OURS].value  # raise where one gave nothing
+    ratio = _roofline_ratio(bench, load, found[OURS].engine["trial"])
     measured = []
-    for name in BASELINES:
-        one = found[name][1] if name in found else Measured(name, error=errors[name])
+    for name, one in found.items():
         own = {"roofline_ratio": ratio} if name == OURS else {}
         beside = {"times_stateless": one.value / worst} if one.values else {}
         measured.append(replace(one, figures={**beside, **one.figures, **own}))
-    case = Case(
-        label=load.label,
-        floor=ratio * worst,
-        floor_is=f"stateless times the roofline ratio {ratio:.2f}",
-        metric="throughput_output_tok_s",
-        parameters={**load.fields, "gpu": load.gpu, "cpu": load.cpu},
-        ours=OURS,
-        peer=PEER,
+    floor_is, sizes = (
+        f"stateless times the roofline ratio {ratio:.2f}",
+        {**load.fields, "gpu": load.gpu, "cpu": load.cpu},
     )
-    bench.record(case, measured)
+    bench.record(Case(load.label, ratio * worst, floor_is, "throughput_output_tok_s", sizes, OURS, PEER), measured)
 
 
 def _compose(bench: Bench, load: Load, baseline: str) -> Any:
@@ -113,8 +104,8 @@ def _compose(bench: Bench, load: Load, baseline: str) -> Any:
     return compose("config", overrides)
 
 
-def _trial(bench: Bench, load: Load, name: str) -> tuple[int, Measured]:
-    """One trial like any other, recorded as such and as part of this command; its id, and what came of it."""
+def _trial(bench: Bench, load: Load, name: str) -> Measured:
+    """One trial like any other, recorded as such and as part of this command."""
     if name == PEER:
         shelf.empty()  # it loads a module of its own, for which a device may have no room beside ours
     outcome = bench.run_trial(_compose(bench, load, name), f"{load.label} {name}")
@@ -130,7 +121,7 @@ def _trial(bench: Bench, load: Load, name: str) -> tuple[int, Measured]:
         if metric == "ttft_ms_p50" and label.startswith("turn=") and value is not None
     }
     figures = {f"ttft_ms_p50_turn_{turn}": turns[turn] for turn in sorted(turns)[:: max(1, len(turns) - 1)]}
-    return outcome.trial_id, Measured(name, (throughput,), figures=figures, engine={"trial": outcome.trial_id})
+    return Measured(name, (throughput,), figures=figures, engine={"trial": outcome.trial_id})
 
 
 def _roofline_ratio(bench: Bench, load: Load, trial_id: int) -> float:
@@ -141,11 +132,10 @@ def _roofline_ratio(bench: Bench, load: Load, trial_id: int) -> float:
         bench.measure_limits()
         flops, memory_bw = bench.matrix_flops_s, bench.copy_bytes_s
         hardware = replace(hardware, flops=flops, memory_bw=memory_bw, compute_efficiency=1.0, memory_efficiency=1.0)
-    rows = measured_turns(bench.tracking.store, trial_id, "history_tokens", "new_tokens", "output_tokens")
-    turns = [
-        Turn(row.history_tokens, row.new_tokens, row.output_tokens) for row in rows if row.history_tokens is not None
-    ]
-    context = fmean(turn.history + turn.new + turn.output for turn in turns)
+    columns = ("history_tokens", "new_tokens", "output_tokens")
+    rows = [[getattr(row, one) for one in columns] for row in measured_turns(bench.tracking.store, trial_id, *columns)]
+    turns = [(history, new, output) for history, new, output in rows if history is not None]
+    context = fmean(map(sum, turns))
     at_once = int(str(load.fields.get("users") or load.fields["agents"]))
     room = int(plan.gpu_blocks * plan.chunk_tokens / context)
     batch = max(1, min(at_once, plan.config.scheduler.max_batch_requests, room))
@@ -153,27 +143,16 @@ def _roofline_ratio(bench: Bench, load: Load, trial_id: int) -> float:
     return turn_s(roofline, turns, batch, keeps=False) / turn_s(roofline, turns, batch, keeps=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Tokens of one turn: already in the conversation, new in the prompt, generated."""
-
-    history: int
-    new: int
-    output: int
-
-
-def turn_s(roofline: Roofline, turns: Sequence[Turn], batch: int, keeps: bool) -> float:
+def turn_s(roofline: Roofline, turns: Sequence[tuple[int, int, int]], batch: int, keeps: bool) -> float:
     """Mean seconds of device time that a turn takes by the roofline when `batch` conversations decode together.
 
-    keeps: all history is found in GPU memory; otherwise all of it is computed again. A prompt is computed by itself; a
-    decode step is shared evenly by the batch.
+    turns: tokens already in the conversation, new in the prompt, generated. keeps: all history is found in GPU memory;
+    otherwise all of it is computed again. A prompt is computed by itself; a decode step is shared evenly by the batch.
     """
-    assert turns and batch >= 1
     total = 0.0
-    for turn in turns:
-        start = turn.history if keeps else 0
-        context = turn.history + turn.new
-        total += roofline.iteration_s([(start, context)], 1)
-        middle = context + turn.output // 2
-        total += turn.output * roofline.iteration_s([(middle, middle + 1)] * batch, batch) / batch
+    for history, new, output in turns:
+        context = history + new
+        total += roofline.iteration_s([(history if keeps else 0, context)], 1)
+        middle = context + output // 2
+        total += output * roofline.iteration_s([(middle, middle + 1)] * batch, batch) / batch
     return total / len(turns)

@@ -9,14 +9,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pkgutil import resolve_name
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from rich.console import Console
 
 from pensieve.errors import ConfigError, HardwareMissing, PensieveError
-from pensieve.lab.bench import TARGETS, Options
 from pensieve.lab.bench.case import Case, Measured, explain, interleaved, table
+from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.plan import Device, cores, find_device
 from pensieve.lab.compose.settings import HardwareConfig, TrackingConfig, check_node, resolved
 from pensieve.lab.metrics import MetricValue, is_known
@@ -29,6 +30,14 @@ from pensieve.lab.trial.terminal import say
 from pensieve.plugins.device.shelf import open_shelf
 from pensieve.units import grid
 
+TARGETS = {
+    "kernel": "kernel:run",
+    "swap": "swap:run",
+    "decode": "steps:run_decode",
+    "prefill": "steps:run_prefill",
+    "serve": "serve:run",
+}
+"""By name: a function of a Bench in this folder. `all` is all of them, in this order."""
 REPETITIONS = "repetitions"
 TRIALS = ("serve",)  # targets made of trials: each takes the device for itself, which may be simulated
 WIDTH = 100
@@ -36,6 +45,14 @@ WIDTH = 100
 _COPY_BYTES = {"cuda": 2 * 2**30, "cpu": 64 * 2**20}  # beyond any cache, and short
 _SQUARE = {"cuda": 8192, "cpu": 1024}
 _ROUNDS = 7
+
+
+class Options(BaseModel):
+    """The fields of `bench` in conf/bench.yaml. None: the target's own choice."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    repeats: Annotated[int, Field(ge=1)] | None = None
+    model: Annotated[str | None, BeforeValidator(lambda name: None if name == "auto" else name)] = None
 
 
 @dataclass
@@ -84,17 +101,12 @@ class Bench:
     @property
     def copy_bytes_s(self) -> float:
         """Bytes a second, read plus written, of a plain copy within device memory: the best of this command."""
-        return self._limit("copy_bytes_s")
+        return self.limits["copy_bytes_s"]
 
     @property
     def matrix_flops_s(self) -> float:
         """Operations a second (multiplies and adds) of a large square product in `dtype`: the best of this command."""
-        return self._limit("matrix_flops_s")
-
-    def _limit(self, name: str) -> float:
-        if name not in self.limits:
-            self.measure_limits()
-        return self.limits[name]
+        return self.limits["matrix_flops_s"]
 
     def measure_limits(self) -> None:
         """Measure both rates (again) and keep the best: a limit measured at a busy moment would flatter ours."""
@@ -116,8 +128,9 @@ class Bench:
         """Begin the sweep of the command. overrides: what was typed."""
         typed = [f"{key}={value}" for key, value in overrides.items()]
         self.sweep_id = self.tracking.store.open_sweep(
-            key=sweep_key(["bench", f"device={self.machine.identity}", *typed], {}), name=f"bench_{name}",
-            experiment=BENCH, command=command(), overrides=overrides, n_expected=0, host=host(), git_commit=git_commit(),
+            key=sweep_key(["bench", f"device={self.machine.identity}", *typed], {}), name=f"bench_{name}", experiment=BENCH,
+            command=shlex.join(["python", *sys.argv]), overrides=overrides, n_expected=0, host=host(),
+            git_commit=git_commit(),
         )  # fmt: skip
 
     def close(self, status: str) -> None:
@@ -130,10 +143,9 @@ class Bench:
         for one in measured:
             trial_id = store.begin_trial(self._columns(case, one))
             self._link(trial_id)
-            store.set_trial(trial_id, started_at=self.began)
             store.add_metrics(trial_id, _metrics(case, one))
-            status = "completed" if one.values else "failed"
-            store.finish_trial(trial_id, status, error=one.error, flags={"bench": True, "floor_is": case.floor_is})
+            status, flags = "completed" if one.values else "failed", {"bench": True, "floor_is": case.floor_is}
+            store.finish_trial(trial_id, status, error=one.error, started_at=self.began, flags=flags)
         self.results.setdefault(self.target, []).append(replace(case, measured=measured))
         self.began = datetime.now(UTC)
 
@@ -174,10 +186,7 @@ class Bench:
         device = {"name": machine.label, "count": machine.count, "threads": self.threads}
         identity = identify(config, machine.simulated, device)
         return {
-            "fingerprint": identity.fingerprint,
-            "config_hash": identity.config_hash,
-            "code_hash": identity.code_hash,
-            "platform": identity.platform,
+            **{name: getattr(identity, name) for name in ("fingerprint", "config_hash", "code_hash", "platform")},
             "experiment": BENCH,
             "model": self.model,
             "baseline": measured.backend,
@@ -205,11 +214,6 @@ class Bench:
         }
 
 
-def command() -> str:
-    """The command as it was typed in the checkout's folder."""
-    return shlex.join(["python", *sys.argv])
-
-
 def _metrics(case: Case, measured: Measured) -> list[MetricValue]:
     assert all(map(is_known, measured.figures)), measured.figures
     found = [MetricValue(name, value, case.label) for name, value in measured.figures.items()]
@@ -224,10 +228,19 @@ def _metrics(case: Case, measured: Measured) -> list[MetricValue]:
 # The command
 
 
-def run_command(
-    name: str, targets: Sequence[str], config: Mapping[str, Any], options: Options, overrides: Mapping[str, str]
-) -> int:
-    """See pensieve.lab.bench.run_target. A target that fails is one sentence; the others run, and the status is 1."""
+def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
+    """Run the target of conf/bench.yaml; exit status 0 where everything was measured beside its limit and its peer. A target
+    that fails is one sentence; the others run, and the status is 1.
+
+    config: the resolved configuration. overrides: what was typed, which names the command in the database. Raises
+    PensieveError where nothing could be measured.
+    """
+    name = str(config["target"])
+    if name not in ("all", *TARGETS):
+        raise ConfigError(f"There is no target {name!r}; choose all, {', '.join(TARGETS)}.")
+    targets, options = tuple(TARGETS) if name == "all" else (name,), check_node(Options, config, "bench")
+    if options.model is not None:
+        read_option("model", options.model)  # refuses an unknown one, also where the target runs none
     hardware, tracked = check_node(HardwareConfig, config, "hardware"), check_node(TrackingConfig, config, "tracking")
     machine = find_device(hardware)
     if machine.simulated and not set(targets) <= set(TRIALS):
@@ -241,7 +254,10 @@ def run_command(
             "(python runners/run.py)."
         )
     tracking, device = open_tracking(tracked), torch.device("cpu" if machine.simulated else machine.name)
-    bench = Bench(machine, hardware, options, tracking, say, device, _use_threads(hardware.threads, machine))
+    threads = hardware.threads or (cores() if machine.kind == "cpu" else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    bench = Bench(machine, hardware, options, tracking, say, device, threads)
     bench.open(name, overrides)
     if bench.on_gpu:
         torch.cuda.set_device(device)  # events and streams that name none are of this one
@@ -265,14 +281,6 @@ def run_command(
     for failure in failures:
         say(failure)
     return 1 if failures else 0
-
-
-def _use_threads(asked: int | None, machine: Device) -> int | None:
-    """Set torch's threads for CPU work. None: left alone, on a GPU where they hardly matter."""
-    threads = asked or (cores() if machine.kind == "cpu" else None)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return threads
 
 
 def _run(bench: Bench) -> str | None:

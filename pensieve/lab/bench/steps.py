@@ -1,7 +1,9 @@
 """Whole model steps by the engine's worker, decode and prefill, beside their limits and transformers' own ways to do them.
 Weights are random: only speed is asked."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -17,7 +19,7 @@ from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.sampler import greedy
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.errors import WorkerError
-from pensieve.lab.bench.case import OURS, Case, Measured, in_turn, synchronize
+from pensieve.lab.bench.case import OURS, Case, in_turn, synchronize
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.build import torch_options
 from pensieve.lab.compose.conf import read_option
@@ -86,9 +88,15 @@ def perform_ms(worker: TorchWorker, plans: Iterable[StepPlan], tokens: dict[int,
 def run_decode(bench: Bench) -> None:
     """Target decode: batches of conversations, one token each a step. Raises PensieveError."""
     model = load(bench)
-    module, kind = plain_module(model), bench.device.type
+    module, spec, kind = plain_module(model), model.spec, bench.device.type
     for batch, context in _DECODES[kind]:
-        _measure_decode(bench, model, module, batch, context)
+        stepper = _stepper(bench, model, batch, context)
+        stepper.fill()
+        ours = partial(stepper.decode, batch, _STEPS[kind])
+        peer = partial(Greedy(module, batch, context, spec.vocab).step_ms, _STEPS[kind])
+        sizes = {"batch": batch, "context": context}
+        case = Case(f"decode {batch} at {context}", 0.0, "weights and KV at copy bandwidth", "step_ms", sizes)
+        _measure(bench, case, partial(floor_ms, spec, batch, context), stepper, ours, peer, bench.rounds(5))
     bench.note(
         "limit: weights and KV of a step at the copy bandwidth measured in this run, or its operations at the matrix rate "
         "where that is longer. transformers: sdpa, one forward a token over its DynamicCache."
@@ -103,36 +111,29 @@ def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, mat
     return max(read / copy_bytes_s, flops / matrix_flops_s) * 1e3
 
 
-def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, context: int) -> None:
-    spec, kind = model.spec, bench.device.type
-    bench.measure_limits()
-    stepper = Stepper(model, batch, context, _options(bench, batch))
-    stepper.fill()
-    peer = Greedy(module, batch, context, spec.vocab)
-    ways: dict[str, Callable[[], float]] = {
-        OURS: lambda: stepper.decode(batch, _STEPS[kind]),
-        "transformers": partial(peer.step_ms, _STEPS[kind]),
-    }
-    times = in_turn(ways, bench.rounds(5))
-    engine = stepper.worker.settings()
-    stepper.close()
-    bench.measure_limits()
-    case = Case(
-        label=f"decode {batch} at {context}",
-        floor=floor_ms(spec, batch, context, bench.copy_bytes_s, bench.matrix_flops_s),
-        floor_is="weights and KV at copy bandwidth",
-        metric="step_ms",
-        parameters={"batch": batch, "context": context},
-    )
-    bench.record(case, _with_settings([*times.values()], engine))
-
-
 def run_prefill(bench: Bench) -> None:
     """Target prefill: one prompt, up to the token that follows it. Raises PensieveError."""
     model = load(bench)
-    module, kind = plain_module(model), bench.device.type
-    for tokens in _PREFILLS[kind]:
-        _measure_prefill(bench, model, module, tokens)
+    module, spec = plain_module(model), model.spec
+
+    def forward(ids: torch.Tensor) -> float:
+        started = perf_counter()
+        with torch.inference_mode():
+            output = module(input_ids=ids, use_cache=True, logits_to_keep=1)
+            int(greedy(output.logits[0, -1]))
+        synchronize(bench.device)
+        return (perf_counter() - started) * 1e3
+
+    def least_ms(tokens: int, _: float, matrix_flops_s: float) -> float:
+        return operations(spec, tokens) / matrix_flops_s * 1e3
+
+    for tokens in _PREFILLS[bench.device.type]:
+        stepper = _stepper(bench, model, 1, tokens)
+        peer = partial(forward, torch.tensor([prompt(0, tokens, spec.vocab)], device=bench.device))
+        floor_is = "operations at the measured matrix rate"
+        case = Case(f"prefill {tokens}", 0.0, floor_is, "prefill_ms", {"tokens": tokens})
+        rounds = bench.rounds(9 if bench.on_gpu else 5)
+        _measure(bench, case, partial(least_ms, tokens), stepper, partial(stepper.prefill, tokens), peer, rounds)
     bench.note(
         "limit: the prompt's operations (a multiply and an add count two) at the rate of a large square product measured "
         "in this run. transformers: sdpa over the whole prompt, logits of the last position."
@@ -145,42 +146,26 @@ def operations(spec: ModelSpec, tokens: int) -> int:
     return tokens * spec.linear_flops_per_token + attention + spec.head_flops
 
 
-def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int) -> None:
-    spec = model.spec
+def _measure(
+    bench: Bench,
+    case: Case,
+    floor_ms: Callable[[float, float], float],
+    stepper: Stepper,
+    ours: Callable[[], float],
+    peer: Callable[[], float],
+    rounds: int,
+) -> None:
+    """floor_ms: of the rates of copies and products, which are measured before and after."""
     bench.measure_limits()
-    stepper = Stepper(model, 1, tokens, _options(bench, 1))
-    ids = torch.tensor([prompt(0, tokens, spec.vocab)], device=bench.device)
-
-    def forward() -> float:
-        started = perf_counter()
-        with torch.inference_mode():
-            output = module(input_ids=ids, use_cache=True, logits_to_keep=1)
-            int(greedy(output.logits[0, -1]))
-        synchronize(bench.device)
-        return (perf_counter() - started) * 1e3
-
-    ways: dict[str, Callable[[], float]] = {OURS: lambda: stepper.prefill(tokens), "transformers": forward}
-    times = in_turn(ways, bench.rounds(9 if bench.on_gpu else 5))
+    times = in_turn({OURS: ours, "transformers": peer}, rounds)
     engine = stepper.worker.settings()
-    stepper.close()
+    stepper.worker.close()
     bench.measure_limits()
-    floor = operations(spec, tokens) / bench.matrix_flops_s * 1e3
-    case = Case(
-        label=f"prefill {tokens}",
-        floor=floor,
-        floor_is="operations at the measured matrix rate",
-        metric="prefill_ms",
-        parameters={"tokens": tokens},
-    )
-    rates = {name: {"matrix_rate_pct": 100 * floor / min(one.values)} for name, one in times.items() if one.values}
-    measured = [replace(one, figures=rates.get(name, {})) for name, one in times.items()]
-    bench.record(case, _with_settings(measured, engine))
-
-
-def _with_settings(measured: Sequence[Measured], engine: Mapping[str, Any]) -> list[Measured]:
-    """engine: the settings of ours."""
-    theirs = {"version": transformers.__version__, "engine": {"attention": "sdpa"}}
-    return [replace(one, **({"engine": engine} if one.backend == OURS else theirs)) for one in measured]
+    measured = [
+        replace(times[OURS], engine=engine),
+        replace(times["transformers"], version=transformers.__version__, engine={"attention": "sdpa"}),
+    ]
+    bench.record(replace(case, floor=floor_ms(bench.copy_bytes_s, bench.matrix_flops_s)), measured)
 
 
 def prompt(slot: int, tokens: int, vocab: int) -> tuple[int, ...]:
@@ -188,9 +173,10 @@ def prompt(slot: int, tokens: int, vocab: int) -> tuple[int, ...]:
     return tuple((slot + 7 * i) % vocab for i in range(tokens))
 
 
-def _options(bench: Bench, requests: int) -> TorchOptions:
-    """Return the options of a trial on this hardware, with graphs for every batch that is asked for."""
-    return torch_options(bench.hardware, bench.machine, _PREFILL_TOKENS, max(_GRAPH_ROWS, requests))
+def _stepper(bench: Bench, model: LoadedModel, requests: int, context: int) -> Stepper:
+    """With the options of a trial on this hardware, and graphs for every batch that is asked for."""
+    options = torch_options(bench.hardware, bench.machine, _PREFILL_TOKENS, max(_GRAPH_ROWS, requests))
+    return Stepper(model, requests, context, options)
 
 
 class Stepper:
@@ -228,9 +214,6 @@ class Stepper:
     def prefill(self, tokens: int) -> float:
         """Milliseconds to compute the first `tokens` positions of the first conversation, with the token after them."""
         return self._perform([self._plan([self._prompt(0, tokens)])])
-
-    def close(self) -> None:
-        self.worker.close()
 
     def _prompt(self, slot: int, tokens: int) -> Row:
         return Row(slot, ((0, tokens),), prompt(slot, tokens, self.worker.model.spec.vocab), Sample(tokens))

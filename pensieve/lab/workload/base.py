@@ -84,12 +84,10 @@ class WorkloadContext:
         return tokens_of(self.chat.opening(text) if first else self.chat.following(text, None))
 
 
-def in_order(low: str, low_value: int, high: str, high_value: int | None) -> None:
-    """Raise ConfigError where workload.`high` is below workload.`low`."""
-    if high_value is not None and high_value < low_value:
-        raise ConfigError(
-            f"workload.{high}={high_value} is below workload.{low}={low_value}; raise it, or lower the other."
-        )
+def check_turns(min_turns: int, max_turns: int | None) -> None:
+    """Raises ConfigError."""
+    if max_turns is not None and max_turns < min_turns:
+        raise ConfigError(f"workload.max_turns={max_turns} is below workload.min_turns={min_turns}; raise it.")
 
 
 def refuse_untrained(free: bool, context: WorkloadContext) -> None:

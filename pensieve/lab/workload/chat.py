@@ -16,8 +16,8 @@ from pensieve.lab.workload.base import (
     Positive,
     WorkloadContext,
     between,
+    check_turns,
     exponential,
-    in_order,
     refuse_untrained,
     shuffled,
     uniform,
@@ -113,7 +113,7 @@ class ChatWorkload(Playback):
         timeout_s: Positive | None = None,
         free: bool = False,
     ) -> None:
-        in_order("min_turns", min_turns, "max_turns", max_turns)
+        check_turns(min_turns, max_turns)
         refuse_untrained(free, context)
         writer = ScriptWriter(context, max_new_tokens, free)
 
@@ -139,13 +139,8 @@ class ChatWorkload(Playback):
             drawn_mean_s /= 1 - math.exp(-LONGEST_THOUGHT)
         cap_s = LONGEST_THOUGHT * drawn_mean_s if think_time_cap_s == "auto" else think_time_cap_s
         interval_s = 1 / turns_per_s if request_interval == "auto" else request_interval
-        steps = [step for script in measured for step in script.steps]
         facts: dict[str, Any] = {
-            "conversations": len(measured),
             "topics": len({script.session.partition(".")[0] for script in measured}),
-            "conversations_cut_by_context": sum(script.turns < script.recorded_turns for script in measured),
-            "message_tokens_mean": round(sum(step.message for step in steps) / len(steps), 1),
-            "reply_tokens_mean": round(sum(step.reply for step in steps) / len(steps), 1),
             "think_time_s": round(mean_s, 6),
             **({} if cap_s is None else {"think_time_cap_s": round(cap_s, 6)}),
             **({} if users else {"request_interval_s": round(interval_s, 6)}),
@@ -260,18 +255,13 @@ class HotnessWorkload(Playback):
             [writer.write(next(numbers), turns, label=label) for _ in range(conversations * each[label])]
             for label in labels
         ]
-        measured = list(chain(*shares))
-        facts = {
-            "conversations": len(measured),
-            "conversations_cut_by_context": sum(script.turns < script.recorded_turns for script in measured),
-        }
 
         def pause_s(script: Dialogue, turn: int) -> float:
             spread = 0.5 + uniform(context.seed, "interval", script.session, turn)
             return request_interval * INTERVALS[script.label] * spread
 
         warmup = writer.warmup(max(warmup_turns, users), users)
-        super().__init__(context, warmup, measured, Users(shares), pause_s, free=free, timeout_s=timeout_s, facts=facts)
+        super().__init__(context, warmup, list(chain(*shares)), Users(shares), pause_s, free=free, timeout_s=timeout_s)
 
 
 def class_of(user: int, users: int) -> str:

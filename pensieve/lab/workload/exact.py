@@ -135,23 +135,16 @@ class PrefixInvalidationWorkload(Playback):
             known = b if kind == "miss" else a + b  # of what is asked, what was warmed
             asked = known + prose(context, query_tokens, session, "Q")
 
-            turns = [
+            written = []
+            for prompt, reply, phase, label, history in (
                 (a + b, 1, "warmup", kind, 0),
                 (asked, 1, kind, kind, len(known)),
                 (a + b, 1, "rewarm", kind, len(a + b)),
                 (asked, new_tokens, "throughput", f"throughput_{kind}", len(known)),
-            ]
-
-            def fields(phase: str, label: str, history: int) -> dict[str, Any]:
-                shown = {"phase": "warmup"} if discarded else {"phase": phase, "label": label}
-                return {
-                    **shown,
-                    "iteration": number,
-                    "stream": stream,
-                    "history": History(history) if history else None,
-                }
-
-            written = [(prompt, reply, fields(phase, label, history)) for prompt, reply, phase, label, history in turns]
+            ):
+                fields: dict[str, Any] = {"phase": "warmup"} if discarded else {"phase": phase, "label": label}
+                fields |= {"iteration": number, "stream": stream, "history": History(history) if history else None}
+                written.append((prompt, reply, fields))
             return Dialogue.written(session, "", written, whole=True)
 
         cases = [case(f"discarded-{index}", -1 - index, "hit", True, discarded=True) for index in range(discard)]
@@ -213,7 +206,7 @@ class RoundsWorkload(Playback):
         each = system_tokens + rounds * turn - 1  # the last token has no KV
         count = conversations or max(1, ceil_div(round(pressure * there), each))
         live = round(count * each / there, 3) if there else None
-        facts = {"conversations": count, "live_set_over_both_tiers": live, "requests_at_once": at_once}
+        facts = {"live_set_over_both_tiers": live, "requests_at_once": at_once}
         measured = [written(f"conversation-{one}", rounds) for one in range(count)]
         super().__init__(
             context, [written("warmup", warmup_turns)], measured, Users(()), lambda *_: 0.0,

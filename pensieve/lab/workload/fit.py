@@ -53,7 +53,7 @@ class Fit:
             said = self._said(conversation.id, index, call, reply)
             steps.append(Step(build, message, prompt, reply, call.continues, *when, call.hint, said))
             held = prompt + reply
-        recorded = len(conversation.calls)
+        recorded = len(conversation.calls[: self.max_turns])
         return Dialogue(conversation.id, "chat", tuple(steps), recorded, conversation.begun) if steps else None
 
     def _system(self, session: str) -> Callable[[], TokenArray[int]]:
@@ -107,14 +107,10 @@ def synthesised(content: Blocks | Parts | Count, vocab: int, seed: int, own: tup
         each = content.block_tokens
         ends = [int(place * each) for place in range(len(content.hashes) + 1)]
         blocks = zip(content.hashes, pairwise(ends), strict=True)
-        drawn = b"".join([_block(size * ceil(each), seed, one)[: size * (end - start)] for one, (start, end) in blocks])
+        whole = size * ceil(each)
+        drawn = b"".join([_kept(whole, seed, "block", one)[: size * (end - start)] for one, (start, end) in blocks])
         drawn = drawn[: size * content.tokens]
     return _ids(drawn + _drawn(size * content.tokens - len(drawn), *own), vocab)
-
-
-@lru_cache(maxsize=BLOCKS_KEPT)
-def _block(size: int, seed: int, one: int) -> bytes:
-    return _drawn(size, seed, "block", one)
 
 
 def filler(tokens: int, vocab: int, *names: object) -> TokenArray[int]:
@@ -134,6 +130,9 @@ def _id_bytes(vocab: int) -> int:
 
 def _drawn(size: int, *names: object) -> bytes:
     return hashlib.shake_256("/".join(map(str, names)).encode()).digest(size)
+
+
+_kept = lru_cache(maxsize=BLOCKS_KEPT)(_drawn)
 
 
 def _ids(drawn: bytes, vocab: int) -> TokenArray[int]:
@@ -193,10 +192,7 @@ def fitted(
             f"first call does not fit into a context of {fit.context.max_context:,} tokens. Choose other limits or a model "
             "with a longer context (simulated: raise model.architecture.max_position_embeddings)."
         )
-    cut = [min(one.recorded_turns, fit.max_turns or one.recorded_turns) - one.turns for one in dialogues]
     return dialogues, {
         "conversations_with_too_few_turns": short,
         "conversations_too_long_for_the_context": too_long,
-        "conversations_cut_by_context": sum(turns > 0 for turns in cut),
-        "turns_cut_by_context": sum(cut),
     }

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, pairwise
+from types import MappingProxyType
 from typing import Any
 
 from pensieve.core.request import Free, Hint, Length, Request, Sampling, TokenArray
-from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.base import (
     Arrival,
     Following,
@@ -58,7 +58,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """One conversation. recorded_turns: as many as there were, before the model's context cut any. begun: as it was
+    """One conversation. recorded_turns: as many as were to be asked, before the model's context cut any. begun: as it was
     recorded. label: of all its turns."""
 
     session: str
@@ -170,7 +170,7 @@ class Playback:
         *,
         free: bool = False,
         timeout_s: float | None = None,
-        facts: Mapping[str, Any],
+        facts: Mapping[str, Any] = MappingProxyType({}),
         cache_state: str = "cold",
         working_set: int | None = None,
         hints: bool = True,
@@ -193,6 +193,8 @@ class Playback:
         self._began = 0.0, 0.0  # the first recorded turn: when it was sent, and when it was recorded
 
     def describe(self) -> WorkloadPlan:
+        steps = [step for talk in self._measured for step in talk.steps]
+        cut = [talk.recorded_turns - talk.turns for talk in self._measured]
         counted = [[is_measured(self._phase(talk, step)) for step in talk.steps] for talk in self._talks.values()]
         return WorkloadPlan(
             load=self._arrivals.load,
@@ -202,7 +204,13 @@ class Playback:
             warmup_turns=sum(not one for talk in counted for one in talk),
             cache_state=self._cache_state,
             facts={
+                "conversations": len(self._measured),
+                "mean_turns": round(len(steps) / len(self._measured), 3),
+                "message_tokens_mean": round(sum(step.message for step in steps) / len(steps), 1),
+                "reply_tokens_mean": round(sum(step.reply for step in steps) / len(steps), 1),
                 "longest_conversation_tokens": max(talk.longest for talk in self._measured),
+                "conversations_cut_by_context": sum(turns > 0 for turns in cut),
+                "turns_cut_by_context": sum(cut),
                 "replies": "free" if self._free else "forced lengths",
                 **self._facts,
             },
@@ -333,15 +341,3 @@ class Family:
                 del self._waiting[session]
                 free.append((waiting, before))
         return free
-
-
-def lengths_of(dialogues: Sequence[Dialogue]) -> dict[str, float]:
-    """For the facts of a plan: how many there are, and how long their turns."""
-    steps = [step for dialogue in dialogues for step in dialogue.steps]
-    facts: dict[str, float] = {"conversations": len(dialogues), "mean_turns": round(len(steps) / len(dialogues), 3)}
-    for name in ("message", "prompt", "reply"):
-        values = [getattr(step, name) for step in steps]
-        facts[f"{name}_tokens_mean"] = round(sum(values) / len(values), 1)
-        facts[f"{name}_tokens_p50"] = nearest_rank(values, 0.5)
-        facts[f"{name}_tokens_p99"] = nearest_rank(values, 0.99)
-    return facts

@@ -4,7 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from pensieve.lab.workload.base import (
     NotNegative,
     Positive,
     WorkloadContext,
-    in_order,
+    check_turns,
     part_of,
     refuse_untrained,
     shuffled,
@@ -25,7 +25,7 @@ from pensieve.lab.workload.base import (
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed
-from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Recorded, Users, lengths_of
+from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Recorded, Users
 from pensieve.lab.workload.recording import Call, Conversation, Recording, block_repeats, facts_of
 from pensieve.lab.workload.recording import Count as Tokens
 
@@ -82,7 +82,7 @@ def trace_workload(
     """
     if path is None and dataset is None:
         raise ConfigError("workload=trace needs workload.path=FILE, the recorded requests; set it.")
-    in_order("min_turns", min_turns, "max_turns", max_turns)
+    check_turns(min_turns, max_turns)
     refuse_untrained(free, context)
     if users is not None and (arrivals_s is not None or relative_rate is not None):
         raise ConfigError(
@@ -92,7 +92,7 @@ def trace_workload(
         context = replace(context, max_context=min(context.max_context, max_context))
     seed, fit = context.seed, Fit(context, max_turns, max_new_tokens, free, system_tokens, systems)
     source = None if path is None else _source(path, format, on_malformed, window_s, part)
-    timed = source is not None and source.recording.timed
+    timed = source is not None and source[0].timed
     if timed and (users is not None or relative_rate is not None or arrivals_s is not None):
         raise ConfigError(
             "The file has a time for each request; leave workload.users, arrivals_s and relative_rate alone."
@@ -100,10 +100,10 @@ def trace_workload(
 
     def taken(count: int | None) -> tuple[Recording, list[Dialogue], dict[str, int]]:
         if source is None:
-            recording = draw(PUBLISHED[dataset or "sharegpt"], count or MEANS_OF, seed, min_turns)
+            recording = draw(dataset or "sharegpt", count or MEANS_OF, seed, min_turns)
             people: Sequence[Conversation] = recording.conversations
         else:
-            recording, people = source.recording, source.people
+            recording, _, people = source
             order = shuffled(len(people), seed, "conversations") if count else range(len(people))
             people = [people[place] for place in order]
         return recording, *fitted(people, fit, min_turns=min_turns, wanted=count)
@@ -119,12 +119,23 @@ def trace_workload(
             conversations = math.ceil(arrivals_s * request_rate / _mean_turns(known))
     at_once = users if isinstance(users, int) else None
     recording, measured, left_out = taken(max(conversations, at_once or 1) if conversations else None)
-    begun, never = begun_by(measured, source.inside, fit) if source is not None else ([], 0)
+    begun, never = begun_by(measured, source[1], fit) if source is not None else ([], 0)
     paused = any(call.pause_s is not None for one in recording.conversations for call in one.calls)
     arrivals: Recorded | Poisson | Users = Recorded(time_scale)
-    if not timed:
-        arrivals, told = _arrivals(measured, len(measured) if users == "all" else at_once, request_rate)
-        rates |= told if paused else {**told, "think_time_s": think_time_s}
+    if users is not None:
+        count = at_once or len(measured)
+        if count > len(measured):
+            raise ConfigError(
+                f"workload.users={users} people need a conversation each, and there are {len(measured)}. Lower "
+                "workload.users or workload.min_turns, or name a file with more conversations that fit the model's context."
+            )
+        arrivals, rates["users"] = Users.dealt(measured, count), count
+    elif not timed:
+        per_s = request_rate / _mean_turns(measured)
+        arrivals = Poisson(1.0 / per_s)
+        rates |= {"request_rate_per_s": request_rate, "conversation_rate_per_s": round(per_s, 6)}
+    if not timed and not paused:
+        rates["think_time_s"] = think_time_s
     return Playback(
         context,
         warmups(measured, max(warmup_turns, at_once or 1), at_once or WARMUP_SIDE_BY_SIDE, context),
@@ -137,33 +148,12 @@ def trace_workload(
             "source": recording.format if path is None else Path(path).name,
             "synthetic": path is None,
             **facts_of(recording, context.byte_tokens),
-            **({} if source is None else source.facts),
             **left_out,
             **({"begun_by_others": len(begun), "begun_by_others_left_out": never} if begun or never else {}),
             **rates,
-            **lengths_of([*measured, *begun]),
         },
         hints=hint == "recorded",
     )
-
-
-def _arrivals(
-    measured: list[Dialogue], users: int | None, request_rate: float
-) -> tuple[Poisson | Users, dict[str, Any]]:
-    """How conversations begin, and the rates for the record. Raises ConfigError where some user would have none."""
-    if users is not None:
-        if users > len(measured):
-            raise ConfigError(
-                f"workload.users={users} people need a conversation each, and there are {len(measured)}. Lower "
-                "workload.users or workload.min_turns, or name a file with more conversations that fit the model's context."
-            )
-        return Users.dealt(measured, users), {"users": users}
-    per_s = request_rate / _mean_turns(measured)
-    return Poisson(1.0 / per_s), {
-        "request_rate_per_s": request_rate,
-        "conversation_rate_per_s": round(per_s, 6),
-        "arrival_s_mean": round(1.0 / per_s, 6),
-    }
 
 
 def _mean_turns(dialogues: Sequence[Dialogue]) -> float:
@@ -188,21 +178,12 @@ FEW = 0.01
 """of the requests may be outliers together; more of them are a part of the recording, and what lies between is a pause."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """inside: conversations of the window; people: those of them that somebody of this part began."""
-
-    recording: Recording
-    inside: Sequence[Conversation]
-    people: Sequence[Conversation]
-    facts: dict[str, Any]
-
-
 def _source(
     path: str, format: str | None, on_malformed: OnMalformed, window_s: float | None, part: str | None
-) -> _Source:
-    """Raises ConfigError for a window that the format has no times for, or a part that is none."""
-    recording, repeats = _read(path, format, on_malformed, _versions(path))
+) -> tuple[Recording, Sequence[Conversation], Sequence[Conversation]]:
+    """The recording, conversations of the window, and those of them that somebody of this part began. Raises ConfigError for
+    a window that the format has no times for, or a part that is none."""
+    recording = _read(path, format, on_malformed, _versions(path))
     inside, outliers = recording.conversations, 0
     if window_s is not None:
         if not recording.timed:
@@ -218,7 +199,7 @@ def _source(
     people = [one for one in inside if one.begun is None and part_of(one.id, int(halves[2])) == int(halves[1])]
     if not people:
         raise ConfigError(f"workload.part={part} has no conversation; leave it null.")
-    return _Source(recording, inside, people, {"requests_far_from_all_others": outliers, **repeats})
+    return replace(recording, facts={**recording.facts, "requests_far_from_all_others": outliers}), inside, people
 
 
 def begun_by(
@@ -278,10 +259,10 @@ def _versions(path: str) -> tuple[tuple[str, int, int], ...]:
 @lru_cache(maxsize=1)
 def _read(
     path: str, format: str | None, on_malformed: OnMalformed, versions: tuple[tuple[str, int, int], ...]
-) -> tuple[Recording, dict[str, Any]]:
-    """The recording, and how often its blocks repeat; once for all trials of a sweep. versions: of the files."""
+) -> Recording:
+    """With how often its blocks repeat, once for all trials of a sweep. versions: of the files."""
     recording = load(path, format, on_malformed)
-    return recording, block_repeats(recording)
+    return replace(recording, facts={**recording.facts, **block_repeats(recording)})
 
 
 # Conversations of published lengths
@@ -290,51 +271,36 @@ MESSAGE_SIGMA, REPLY_SIGMA = 1.2, 0.9
 """Widths of the lognormal distributions of lengths: our choice, since only the means are published."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Means of a data set, in turns a conversation and in tokens."""
-
-    name: str
-    turns: float
-    message_tokens: float
-    reply_tokens: float
+PUBLISHED = {"sharegpt": ("ShareGPT", 5.56, 37.77, 204.58), "ultrachat": ("UltraChat", 3.86, 51.78, 257.81)}
+"""A data set's name, and its means: turns a conversation, tokens a message and a reply."""
 
 
-PUBLISHED = {
-    "sharegpt": Published("ShareGPT", 5.56, 37.77, 204.58),
-    "ultrachat": Published("UltraChat", 3.86, 51.78, 257.81),
-}
-
-
-def draw(published: Published, conversations: int, seed: int, min_turns: int = 1) -> Recording:
+def draw(dataset: str, conversations: int, seed: int, min_turns: int = 1) -> Recording:
     """`conversations` conversations with long-tailed lengths, a function of (seed, number).
 
     Turns are geometric from 1; those below min_turns are drawn again, which raises their mean by min_turns - 1. Lengths are
     lognormal with the published means.
     """
-    return Recording(
-        conversations=tuple(_conversation(published, number, seed, min_turns) for number in range(conversations)),
-        rule=(
-            f"Synthetic, not {published.name}'s conversations. Published means: {published.turns} turns, "
-            f"{published.message_tokens} tokens a message, {published.reply_tokens} a reply. Turns are geometric from "
-            f"{min_turns}, lengths lognormal with sigma {MESSAGE_SIGMA} and {REPLY_SIGMA}. Token ids have no meaning."
-        ),
-        format=f"synthetic, published means of {published.name}",
-    )
-
-
-def _conversation(published: Published, number: int, seed: int, min_turns: int) -> Conversation:
-    name = f"{published.name.lower()}-{number}"
-    more = math.log1p(-uniform(seed, name, "turns")) / math.log1p(-1.0 / published.turns)
-    return Conversation(
-        name,
-        tuple(
+    whose, turns, message, reply = PUBLISHED[dataset]
+    found = []
+    for name in (f"{dataset}-{number}" for number in range(conversations)):
+        more = math.log1p(-uniform(seed, name, "turns")) / math.log1p(-1.0 / turns)
+        calls = [
             Call(
-                Tokens(_lognormal(published.message_tokens, MESSAGE_SIGMA, seed, name, turn, "message")),
-                _lognormal(published.reply_tokens, REPLY_SIGMA, seed, name, turn, "reply"),
+                Tokens(_lognormal(message, MESSAGE_SIGMA, seed, name, turn, "message")),
+                _lognormal(reply, REPLY_SIGMA, seed, name, turn, "reply"),
             )
             for turn in range(min_turns + int(more))
+        ]
+        found.append(Conversation(name, tuple(calls)))
+    return Recording(
+        conversations=tuple(found),
+        rule=(
+            f"Synthetic, not {whose}'s conversations. Published means: {turns} turns, "
+            f"{message} tokens a message, {reply} a reply. Turns are geometric from "
+            f"{min_turns}, lengths lognormal with sigma {MESSAGE_SIGMA} and {REPLY_SIGMA}. Token ids have no meaning."
         ),
+        format=f"synthetic, published means of {whose}",
     )
 
 

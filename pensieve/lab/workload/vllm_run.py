@@ -13,7 +13,7 @@ from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.workload.base import Count, WorkloadContext
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats.reading import Entry, Reader
-from pensieve.lab.workload.playback import Pauses, Playback, Recorded, lengths_of
+from pensieve.lab.workload.playback import Pauses, Playback, Recorded
 from pensieve.lab.workload.recording import Call, Parts, grouped
 
 RULE = "Every request is a conversation of its own; prompts that began alike begin alike, by whole blocks of 16 tokens."
@@ -63,7 +63,6 @@ def vllm_run(
             "requests_in_file": len(requests),
             "prompts_that_begin_like_another": sum(request.beginning is not None for request in requests),
             **left_out,
-            **lengths_of(measured),
         },
     )
 

@@ -190,7 +190,7 @@ def replayed(task: Task) -> Replayed:
     context = workload_context(plan, tokenizer)
     measured, _ = fitted(task.conversations, Fit(context))
     # No warm-up turn: a policy that counts turns would decide at another one than the recorded engine's.
-    workload = Playback(context, (), measured, Recorded(), Pauses(0, 0.0), facts={})
+    workload = Playback(context, (), measured, Recorded(), Pauses(0, 0.0))
     described = workload.describe()
     routed = plan.config.hardware.router != "single"
     system = build_cluster(plan, tokenizer, described) if routed else build_system(plan, tokenizer, described)

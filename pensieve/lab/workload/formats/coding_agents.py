@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -77,31 +78,13 @@ class Weka(_Agent):
     block_size: Positive
     hash_id_scope: Literal["local"] = "local"
 
+    @property
+    def session(self) -> str:
+        return f"weka-{self.id}"
 
-def weka(reader: Reader) -> Recording:
-    """The path is one file, or a folder of them."""
-    sessions: dict[str, list[Conversation]] = {}
-
-    def parse(row: Any) -> tuple[str, list[Conversation]]:
-        file = _File(Weka.model_validate(row))
-        return file.name, file.conversations(file.row, file.name)
-
-    for file in reader.files("*.json"):
-        for name, conversations in reader.entries(parse, file):
-            if name in sessions:
-                reader.reject(str(file), f"two files have the id of {name}")
-                continue
-            sessions[name] = conversations
-    all_of_them = tuple(chain.from_iterable(sessions.values()))
-    return Recording(all_of_them, WEKA, {"sessions_in_file": len(sessions)}, one_clock=False)
-
-
-class _File:
-    """A session of a file."""
-
-    def __init__(self, row: Weka) -> None:
-        self.row, self.name = row, f"weka-{row.id}"
-        self._base = _digest("weka", "session", self.name) >> 24 << 24
+    @cached_property
+    def _base(self) -> int:
+        return _digest("weka", "session", self.session) >> 24 << 24
 
     def conversations(
         self, part: _Agent, name: str, begun: Begun | None = None, pause_s: float | None = None
@@ -128,7 +111,7 @@ class _File:
                 raise ValueError(
                     f"request {index} of {name}: t={request.t} lies before the request above it ({before.t})"
                 )
-            if len(request.hash_ids) * self.row.block_size > request.prompt:
+            if len(request.hash_ids) * self.block_size > request.prompt:
                 raise ValueError(f"request {index} of {name}: in={request.prompt} has no room for its hash_ids")
             if joining:  # the request waited for them
                 pause_s = max(0.0, request.t - max(ends_s[-1], *(one.t for one in joining)))
@@ -140,7 +123,7 @@ class _File:
             reason: StopReason | None = next((one for one in get_args(StopReason) if one == request.stop), None)
             calls.append(
                 Call(
-                    Blocks(hashes, self.row.block_size, request.prompt),
+                    Blocks(hashes, self.block_size, request.prompt),
                     request.reply,
                     request.t,
                     continues=False,
@@ -159,13 +142,31 @@ class _File:
     def _shared(self, part: _Agent) -> dict[int, int]:
         """Names for block ids that hold across files: of the tool definitions and the system prompt, their place and how long
         they are. Any other block is named by its file and id."""
-        tools, system, size = part.tool_tokens, part.system_tokens, self.row.block_size
+        tools, system, size = part.tool_tokens, part.system_tokens, self.block_size
         leading: Iterable[int] = next((one.hash_ids for one in part.requests if isinstance(one, _Request)), ())
         names = {}
         for place, one in enumerate(list(leading)[: (tools + system) // size]):
             whose = ("tools", tools) if (place + 1) * size <= tools else ("system", tools, system)
             names[one] = _digest("weka", *whose, place)
         return names
+
+
+def weka(reader: Reader) -> Recording:
+    """The path is one file, or a folder of them."""
+    sessions: dict[str, list[Conversation]] = {}
+
+    def parse(row: Any) -> tuple[str, list[Conversation]]:
+        file = Weka.model_validate(row)
+        return file.session, file.conversations(file, file.session)
+
+    for file in reader.files("*.json"):
+        for name, conversations in reader.entries(parse, file):
+            if name in sessions:
+                reader.reject(str(file), f"two files have the id of {name}")
+                continue
+            sessions[name] = conversations
+    all_of_them = tuple(chain.from_iterable(sessions.values()))
+    return Recording(all_of_them, WEKA, {"sessions_in_file": len(sessions)}, one_clock=False)
 
 
 # TraceLab's: a JSON object a round, unpacked, with times, lengths and what the provider's cache had.
