@@ -311,6 +311,8 @@ def _copying(asked: TrackingConfig, tracking: Tracking) -> Iterator[Callable[[in
     def copied(trial_id: int) -> None:
         ours.send(trial_id)
         beside.join()
+        if beside.exitcode:  # it was killed
+            copy_trial(tracking.outputs, tracking.store, trial_id)
 
     try:
         yield copied
