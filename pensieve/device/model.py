@@ -19,7 +19,8 @@ from pensieve.device.kernels.base import AttentionBackend
 from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kernels.reference import ReferenceBackend
 from pensieve.device.self_check import SelfCheck, check_against_eager
-from pensieve.device.weights import Ranks, load_module, quiet_transformers
+from pensieve.device.sharding import RankGroup
+from pensieve.device.weights import load_module, quiet_transformers
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
@@ -66,7 +67,7 @@ class LoadedModel(Choice):
     threads: int
     attention_asked: str = "auto"
     reused: bool = False
-    ranks: Ranks | None = None
+    ranks: RankGroup | None = None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -109,7 +110,7 @@ class LoadedModel(Choice):
         }
 
 
-def load_model(asked: ModelAsked, ranks: Ranks | None = None) -> LoadedModel:
+def load_model(asked: ModelAsked, ranks: RankGroup | None = None) -> LoadedModel:
     """Load through transformers (safetensors only, never remote code) and check against eager attention.
 
     ranks: load this process's part, by transformers' plan for the model and in transformers' modules; all of them load at

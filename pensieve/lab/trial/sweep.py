@@ -30,6 +30,7 @@ from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from pensieve.device import shelf
 from pensieve.errors import ConfigError, in_checkout
 from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.conf import conf_folder
@@ -56,7 +57,6 @@ from pensieve.lab.trial.terminal import (
     ends_interrupted,
     say,
 )
-from pensieve.plugins.device import shelf
 from pensieve.units import NONE, duration, grid
 
 log = logging.getLogger(__name__)
