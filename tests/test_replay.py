@@ -1,11 +1,10 @@
 import dataclasses
 from array import array
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 
-from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.lab.metrics import summarise
@@ -13,10 +12,10 @@ from pensieve.lab.replay import replay
 from pensieve.lab.workload.base import Arrival, WorkloadPlan
 from pensieve.lab.workload.chat import ChatWorkload
 from pensieve.serve.systems.base import Capabilities
-from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
+from tests.baselines.systems import inline
 from tests.scripted import Latency, ScriptedSystem, context
-from tests.simulated import MACHINE, MODEL
+from tests.simulated import MACHINE
 
 
 class Listed:
@@ -37,31 +36,6 @@ class Listed:
         return []
 
 
-class EngineOnTheScript(InlineSystem):
-    """A small simulated engine; an iteration takes 30 ms and computes two positions."""
-
-    def __init__(self):
-        clock, hardware = VirtualClock(), dataclasses.replace(MACHINE, step_overhead_s=0.03)
-        super().__init__(
-            model=MODEL,
-            hardware=hardware,
-            worker=SimulatedWorker(MODEL, hardware, clock, 4),
-            clock=clock,
-            cache=TwoTierCache,
-            policy=RetentionValue,
-            scheduler=SchedulerSettings(max_batch_tokens=2),
-            gpu_blocks=64,
-            cpu_blocks=0,
-            chunk_tokens=4,
-        )
-        self.prompts = []
-        self.start()
-
-    def submit(self, request):
-        self.prompts.append(request.prompt)
-        super().submit(request)
-
-
 def arrival(at_s, number, session="a", turn=1, tokens=3, deadline_s=None, phase="chat"):
     request = Request(number, session, turn, array("i", [7] * 4), Length(tokens), phase=phase)
     return Arrival(at_s, request, deadline_s)
@@ -69,16 +43,6 @@ def arrival(at_s, number, session="a", turn=1, tokens=3, deadline_s=None, phase=
 
 def chat(seed=0, **fields):
     return ChatWorkload(context(seed), **{"max_turns": 4, "min_turns": 4, **fields})
-
-
-def test_every_request_finishes_exactly_once_and_none_is_left():
-    system = ScriptedSystem()
-    record = replay(system, chat())
-    sent = Counter(request.id for request in system.submitted)
-    assert set(sent.values()) == {1}
-    assert Counter(turn.request_id for turn in record.turns) == sent
-    assert len(record.turns) == record.plan.turns
-    assert sorted(turn.ordinal for turn in record.turns) == list(range(len(record.turns)))
 
 
 def test_a_system_that_loses_a_request_is_found_out():
@@ -95,13 +59,8 @@ def test_times_are_measured_from_the_intended_arrival_and_the_start_of_the_repla
         record = replay(ScriptedSystem(started_at_s=started_at_s), Listed(arrival(2.0, 1, tokens=5)))
         [turn] = record.turns
         assert record.origin_s == started_at_s
-        assert turn.intended_s == pytest.approx(2.0)
-        assert turn.sent_s == pytest.approx(2.0)
-        assert turn.queue_ms == pytest.approx(10.0)
-        assert turn.ttft_ms == pytest.approx(50.0)
-        assert turn.first_token_s == pytest.approx(2.050)
-        assert turn.latency_ms == pytest.approx(70.0)
-        assert turn.finished_s == pytest.approx(2.070)
+        assert (turn.intended_s, turn.sent_s, turn.first_token_s, turn.finished_s) == pytest.approx((2, 2, 2.05, 2.07))
+        assert (turn.queue_ms, turn.ttft_ms, turn.latency_ms) == pytest.approx((10.0, 50.0, 70.0))
         assert list(turn.emitted_s) == pytest.approx([2.050, 2.055, 2.060, 2.065, 2.070])
         assert list(record.measurement.send_lag_s) == pytest.approx([0.0])
 
@@ -160,18 +119,20 @@ def test_the_whole_replay_can_be_cut_off():
 @pytest.mark.parametrize("cut_at_s", [0.02, 0.5])
 def test_after_a_timeout_the_next_prompt_begins_with_what_the_engine_holds(cut_at_s):
     """In prefill nothing was generated and the turn is undone, its message too; later what was generated stays."""
-    arrivals = [
-        arrival(0.0, 1, turn=1),
-        arrival(1.0, 2, turn=2, tokens=40, deadline_s=1.0 + cut_at_s),
-        arrival(9.0, 3, turn=3),
-    ]
-    system = EngineOnTheScript()
-    turns = replay(system, Listed(*arrivals)).turns
+    cut = arrival(1.0, 2, turn=2, tokens=40, deadline_s=1.0 + cut_at_s)
+    slow = dataclasses.replace(MACHINE, step_overhead_s=0.03)  # an iteration takes 30 ms and computes two positions
+    system = inline(
+        lambda model, _, *rest: SimulatedWorker(model, slow, *rest),
+        hardware=slow, cpu_blocks=0, scheduler=SchedulerSettings(max_batch_tokens=2),
+    )  # fmt: skip
+    system.start()
+    system.submit = Mock(wraps=system.submit)
+    turns = replay(system, Listed(arrival(0.0, 1, turn=1), cut, arrival(9.0, 3, turn=3))).turns
     status = [(turn.status, turn.output_tokens > 0) for turn in turns]
     assert status == [("completed", True), ("timeout", cut_at_s > 0.1), ("completed", True)]
-    held = list(system.engine.cache.sessions.get("a").tokens)
-    assert held[: len(system.prompts[2])] == list(system.prompts[2])
-    assert turns[2].history_tokens == len(system.prompts[2]) - 5, "all but the last token said, and the message"
+    prompt = system.submit.mock_calls[2].args[0].prompt
+    assert system.engine.cache.sessions.get("a").tokens[: len(prompt)] == prompt
+    assert turns[2].history_tokens == len(prompt) - 5, "all but the last token said, and the message"
 
 
 def test_a_turn_that_comes_before_the_last_one_ended_waits_for_what_it_said():
@@ -199,8 +160,13 @@ def test_offline_policies_learn_the_next_arrival_once_it_is_scheduled():
 
 
 def test_rows_stream_out_in_batches_also_when_interrupted():
-    batches = []
-    record = replay(ScriptedSystem(), chat(), on_batch=lambda rows: batches.append(list(rows)), batch_size=10)
+    """Every request finishes exactly once, and none is left."""
+    batches, system = [], ScriptedSystem()
+    record = replay(system, chat(), on_batch=lambda rows: batches.append(list(rows)), batch_size=10)
+    sent = [request.id for request in system.submitted]
+    assert len(set(sent)) == len(sent) == record.plan.turns
+    assert sorted(turn.request_id for turn in record.turns) == sorted(sent)
+    assert sorted(turn.ordinal for turn in record.turns) == list(range(len(record.turns)))
     assert [turn for batch in batches for turn in batch] == list(record.turns)
     assert {len(batch) for batch in batches[:-1]} == {10}
 

@@ -1,8 +1,10 @@
 """Drives a workload by hand: every arrival is served in the same time, none needs an engine."""
 
+import json
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from heapq import heappop, heappush
+from pathlib import Path
 
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadContext
 from pensieve.lab.workload.chat import ChatWorkload, HotnessWorkload
@@ -35,6 +37,12 @@ MAKERS: dict[str, Callable[[WorkloadContext], Workload]] = {
     "decode": lambda at: DecodeWorkload(at, iterations=7, timeout_s=7.0),
 }
 """Small ones of each kind."""
+
+
+def lines(path: Path, *rows: object) -> Path:
+    """A file with a row a line: a text as it is, anything else as JSON."""
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def finished(arrival: Arrival, at_s: float, status: str = "completed") -> TurnRecord:

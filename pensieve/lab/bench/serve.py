@@ -7,13 +7,13 @@ from typing import Any
 
 from hydra import compose
 
-from pensieve.device import shelf
 from pensieve.errors import PensieveError, RequestFailed
 from pensieve.lab.bench.case import Case, Measured, explain
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.lab.results.frame import measured_turns
+from pensieve.plugins.device import shelf
 from pensieve.sim.roofline import Roofline
 
 OURS, WORST, PEER = "pensieve", "stateless", "transformers_cb"
@@ -61,10 +61,6 @@ def run(bench: Bench) -> None:
     bench.model = bench.options.model or ("llama3_8b" if like_gpu else "tiny")
     for load in loads(like_gpu):
         _measure(bench, load)
-    bench.note(
-        "limit: the throughput of stateless times the roofline ratio (every history found, no wait for a copy). KV of "
-        f"gpu_only, stateless, prefix_cache and {PEER}: GPU alone. TTFT: p50 of the first and the last turn."
-    )
 
 
 def _measure(bench: Bench, load: Load) -> None:

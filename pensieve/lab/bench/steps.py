@@ -17,7 +17,6 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import TransformersForward
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.sampler import greedy
-from pensieve.device.shelf import take_model
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.errors import WorkerError
 from pensieve.lab.bench.case import OURS, Case, in_turn, synchronize
@@ -25,6 +24,7 @@ from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.build import torch_options
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.results.frame import served_by
+from pensieve.plugins.device.shelf import take_model
 from pensieve.serve.systems.base import WallClock
 from pensieve.sim.roofline import attended_pairs
 from pensieve.specs import ModelSpec
@@ -86,7 +86,8 @@ def perform_ms(worker: TorchWorker, plans: Iterable[StepPlan], tokens: dict[int,
 
 
 def run_decode(bench: Bench) -> None:
-    """Target decode: batches of conversations, one token each a step. Raises PensieveError."""
+    """Target decode: batches of conversations, one token each a step, beside one forward a token over a DynamicCache. Raises
+    PensieveError."""
     model = load(bench)
     module, spec, kind = plain_module(model), model.spec, bench.device.type
     for batch, context in _DECODES[kind]:
@@ -97,10 +98,6 @@ def run_decode(bench: Bench) -> None:
         sizes = {"batch": batch, "context": context}
         case = Case(f"decode {batch} at {context}", 0.0, "weights and KV at copy bandwidth", "step_ms", sizes)
         _measure(bench, case, partial(floor_ms, spec, batch, context), stepper, ours, peer, bench.rounds(5))
-    bench.note(
-        "limit: weights and KV of a step at the copy bandwidth measured in this run, or its operations at the matrix rate "
-        "where that is longer. transformers: sdpa, one forward a token over its DynamicCache."
-    )
 
 
 def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, matrix_flops_s: float) -> float:
@@ -134,10 +131,6 @@ def run_prefill(bench: Bench) -> None:
         case = Case(f"prefill {tokens}", 0.0, floor_is, "prefill_ms", {"tokens": tokens})
         rounds = bench.rounds(9 if bench.on_gpu else 5)
         _measure(bench, case, partial(least_ms, tokens), stepper, partial(stepper.prefill, tokens), peer, rounds)
-    bench.note(
-        "limit: the prompt's operations (a multiply and an add count two) at the rate of a large square product measured "
-        "in this run. transformers: sdpa over the whole prompt, logits of the last position."
-    )
 
 
 def operations(spec: ModelSpec, tokens: int) -> int:

@@ -72,47 +72,41 @@ class Facts:
         )
 
 
-def _column(kind: pa.DataType, meaning: str, default: Any = None) -> Any:
-    """Of what type it is in the file, and what it says."""
-    return field(default=default, metadata={"kind": kind, "meaning": meaning})
-
-
-_HASHES = pa.list_(pa.int64())
-
-
 @dataclass(slots=True)
 class Exchange:
     """A request and what came of it: a row. None: not known."""
 
-    request: int = _column(pa.int64(), "its number, unique in the file", dataclasses.MISSING)
-    arrival_s: float | None = _column(pa.float64(), "when it came, by the file's clock; the source may have no times")
-    first_token_s: float | None = _column(pa.float64(), "when the first token of its reply was there")
-    end_s: float | None = _column(pa.float64(), "when its reply ended")
-    status: Status = field(default="unfinished", metadata={"kind": pa.string()})  # still open where the recording ends
-    finish_reason: str | None = _column(pa.string(), "why its reply ended, in the server's word")
-    session: str | None = _column(pa.string(), "its conversation; not said: the prefix chain tells")
-    session_from: str | None = _column(pa.string(), "who said so: header, body, user, ..., or the source")
-    parent: int | None = _column(pa.int64(), "the request that it goes on from, where that was said")
-    kept_tokens: int | None = _column(pa.int32(), "leading tokens that are its parent's prompt and reply")
-    pause_s: float | None = _column(pa.float64(), "from its parent's reply to it, where the source says it itself")
-    waits_for: Sequence[str] | None = _column(pa.list_(pa.string()), "sessions that had to be over before it")
-    tenant: str | None = _column(pa.string(), "whose key it came with")
-    model: str | None = _column(pa.string(), "the model that was asked for")
-    replica: str | None = _column(pa.string(), "which server answered, where there are several")
-    prompt_tokens: int | None = _column(pa.int32(), "length of its prompt, as the server says")
-    output_tokens: int | None = _column(pa.int32(), "length of its reply, as the server says")
-    prompt_bytes: int | None = _column(pa.int32(), "length of its rendered prompt, where blocks are bytes")
-    output_bytes: int | None = _column(pa.int32(), "length of its rendered reply, where blocks are bytes")
-    cached_tokens: int | None = _column(pa.int32(), "prompt tokens that the server says it found in its cache")
-    cached_gpu_tokens: int | None = _column(pa.int32(), "of these, on the GPU, where tiers are told apart")
-    cached_cpu_tokens: int | None = _column(pa.int32(), "of these, in CPU memory")
-    cached_disk_tokens: int | None = _column(pa.int32(), "of these, on disk or another machine")
-    blocks: Sequence[int] | None = _column(_HASHES, "of each full block of its prompt; perhaps one more for the rest")
-    lengths: Sequence[int] | None = _column(pa.list_(pa.int32()), "tokens of each of these, where they differ")
-    output_blocks: Sequence[int] | None = _column(_HASHES, "of prompt and reply, from where `blocks` ends on")
+    request: int  # its number, unique in the file
+    arrival_s: float | None = None  # when it came, by the file's clock; the source may have no times
+    first_token_s: float | None = None  # when the first token of its reply was there
+    end_s: float | None = None  # when its reply ended
+    status: Status = "unfinished"  # still open where the recording ends
+    finish_reason: str | None = None  # why its reply ended, in the server's word
+    session: str | None = None  # its conversation; not said: the prefix chain tells
+    session_from: str | None = None  # who said so: header, body, user, ..., or the source
+    parent: int | None = None  # the request that it goes on from, where that was said
+    kept_tokens: int | None = None  # leading tokens that are its parent's prompt and reply
+    pause_s: float | None = None  # from its parent's reply to it, where the source says it itself
+    waits_for: Sequence[str] | None = None  # sessions that had to be over before it
+    tenant: str | None = None  # whose key it came with
+    model: str | None = None  # the model that was asked for
+    replica: str | None = None  # which server answered, where there are several
+    prompt_tokens: int | None = None  # length of its prompt, as the server says
+    output_tokens: int | None = None  # length of its reply, as the server says
+    prompt_bytes: int | None = None  # length of its rendered prompt, where blocks are bytes
+    output_bytes: int | None = None  # length of its rendered reply, where blocks are bytes
+    cached_tokens: int | None = None  # prompt tokens that the server says it found in its cache
+    cached_gpu_tokens: int | None = None  # of these, on the GPU, where tiers are told apart
+    cached_cpu_tokens: int | None = None  # of these, in CPU memory
+    cached_disk_tokens: int | None = None  # of these, on disk or another machine
+    blocks: Sequence[int] | None = None  # of each full block of its prompt; perhaps one more for the rest
+    lengths: Sequence[int] | None = None  # tokens of each of these, where they differ
+    output_blocks: Sequence[int] | None = None  # of prompt and reply, from where `blocks` ends on
 
 
-COLUMNS = {one.name: one.metadata["kind"] for one in dataclasses.fields(Exchange)}
+_KINDS = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "Status": pa.string()}
+_KINDS |= {"Sequence[int]": pa.list_(pa.int64()), "Sequence[str]": pa.list_(pa.string())}
+COLUMNS = {one.name: _KINDS[str(one.type).removesuffix(" | None")] for one in dataclasses.fields(Exchange)}
 SCHEMA = pa.schema(list(COLUMNS.items()))
 
 

@@ -30,7 +30,6 @@ from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from pensieve.device import shelf
 from pensieve.errors import ConfigError, in_checkout
 from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.conf import conf_folder
@@ -57,6 +56,7 @@ from pensieve.lab.trial.terminal import (
     ends_interrupted,
     say,
 )
+from pensieve.plugins.device import shelf
 from pensieve.units import NONE, duration, grid
 
 log = logging.getLogger(__name__)
@@ -135,11 +135,12 @@ class OpenSweep:
 
     def _time_left(self, store: ResultsStore) -> str:
         """ "; 3 of 18 trials done, about 12 min left", by what those that this sweep ran have taken together."""
-        ended, each_s = store.progress_of(self.sweep_id)
-        if ended >= self.n_expected or each_s is None:
+        progress = store.progress_of(self.sweep_id)
+        waiting = self.n_expected - progress.ended
+        if waiting <= 0 or not progress.ran:
             return ""
-        left_s = each_s * (self.n_expected - ended)
-        return f"; {ended} of {self.n_expected} trials done, about {duration(left_s)} left"
+        left_s = progress.elapsed_s / progress.ran * waiting
+        return f"; {progress.ended} of {self.n_expected} trials done, about {duration(left_s)} left"
 
     def finish(self) -> bool:
         """After the jobs: table, MLflow, figures. Returns whether every trial completed."""
@@ -158,11 +159,11 @@ class OpenSweep:
             except BrokenPipeError:
                 discard_output()  # the sweep is still to be copied, and its status to be returned
             if tracking.mlflow:
-                copy_sweep(tracking.outputs, store, self.sweep_id, table.text(), figures=False)
+                copy_sweep(tracking.outputs, store, self.sweep_id, table, figures=False)
             paths = figures()
         print_figures(paths)
         if tracking.mlflow and paths:
-            copy_sweep(tracking.outputs, store, self.sweep_id, table.text())
+            copy_sweep(tracking.outputs, store, self.sweep_id, table)
         return completed
 
 
@@ -310,8 +311,6 @@ def _copying(asked: TrackingConfig, tracking: Tracking) -> Iterator[Callable[[in
     def copied(trial_id: int) -> None:
         ours.send(trial_id)
         beside.join()
-        if beside.exitcode:  # it was killed
-            copy_trial(tracking.outputs, tracking.store, trial_id)
 
     try:
         yield copied

@@ -124,7 +124,6 @@ def _measured(arrival: Arrival, later_s: float = 0.0) -> Arrival:
 
 # Was the cache at the start what the workload says it was?
 
-STATES = ("cold", "salted", "warm", "primed", "carried")
 CHANCE_TOKENS = 16  # of a prompt that may be found without anybody having said it: two texts that begin alike
 
 
@@ -137,7 +136,6 @@ def check_start(plan: WorkloadPlan, turns: Turns, starts_empty: bool = True) -> 
     conversation has history that no turn of this trial made. Turns that were never admitted, or whose history nobody knows,
     say nothing. Raises MeasurementInvalid.
     """
-    assert plan.cache_state in STATES, plan.cache_state
     told = turns.where(~np.isnan(turns["history_tokens"] + _begun_s(turns)))
     order = np.argsort(_begun_s(told), kind="stable")
     measured, sessions = told.that("phase", is_measured)[order], told.codes("session")[order]

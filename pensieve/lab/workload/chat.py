@@ -3,7 +3,6 @@
 import json
 import math
 from array import array
-from collections.abc import Iterator
 from functools import cache, partial
 from importlib import resources
 from itertools import chain, count, islice
@@ -28,10 +27,8 @@ FEWEST_CONVERSATIONS = 8
 LONGEST_THOUGHT = 2.5
 """Means before the cut, with think_time_cap_s="auto": a trial ends with its longest pauses, and the machine idle."""
 FILL = 1.2  # working set over both tiers, with pressure="auto": a sixth has to be dropped and recomputed
-WARMUP_SESSIONS = (
-    2  # side by side, so that batches of more than one row are warm too (open load: nobody knows how many)
-)
-
+WARMUP_SESSIONS = 2
+"""Side by side, so that batches of more than one row are warm too (open load: nobody knows how many)."""
 
 _OPENINGS = (
     "",  # of the first time a text is used
@@ -197,7 +194,11 @@ class ScriptWriter:
     def _script(self, session: str, phase: str, place: int, turns: int, opening: str, label: str = "") -> Dialogue:
         steps: list[Step] = []
         said = 0
-        for user, words in islice(self._lines(place), turns):
+        order = self._order
+        lines = chain.from_iterable(
+            shipped()[order[at % len(order)]] for at in count(place)
+        )  # this topic, then the next
+        for user, words in islice(lines, turns):
             message = self._encode(user if steps else f"{opening}{user}", not steps)
             reply = self._max_new_tokens if self._free else min(words, self._max_new_tokens)
             if said + len(message) + reply > self._context.max_context:
@@ -211,11 +212,6 @@ class ScriptWriter:
                 "tokens. Lower workload.max_new_tokens or choose a model with a longer context."
             )
         return Dialogue(session, phase, tuple(steps), turns, label=label)
-
-    def _lines(self, place: int) -> Iterator[Turn]:
-        """The turns of the topic at `place` of the order, then of the topics that follow it, without end."""
-        order = self._order
-        return chain.from_iterable(shipped()[order[at % len(order)]] for at in count(place))
 
 
 INTERVALS = {"hot": 0.3, "warm": 1.0, "cold": 2.5}
@@ -248,7 +244,7 @@ class HotnessWorkload(Playback):
     ) -> None:
         refuse_untrained(free, context)
         writer = ScriptWriter(context, max_new_tokens, free)
-        labels = [class_of(user, users) for user in range(users)]
+        labels = [list(INTERVALS)[user * len(INTERVALS) // users] for user in range(users)]
         numbers = count()
         each = {label: int(INTERVALS["cold"] / interval + 0.5) for label, interval in INTERVALS.items()}
         shares = [
@@ -262,8 +258,3 @@ class HotnessWorkload(Playback):
 
         warmup = writer.warmup(max(warmup_turns, users), users)
         super().__init__(context, warmup, list(chain(*shares)), Users(shares), pause_s, free=free, timeout_s=timeout_s)
-
-
-def class_of(user: int, users: int) -> str:
-    """The class of user `user` (from 0) among `users`: thirds in the order hot, warm, cold."""
-    return list(INTERVALS)[user * len(INTERVALS) // users]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.workload.base import Count, WorkloadContext
@@ -220,12 +221,9 @@ def settings_of(file: Path) -> dict[str, Any]:
 def _meta_beside(path: Path) -> dict[str, Any]:
     file = path.parent / "meta.json"
     try:
-        meta = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if not isinstance(meta, dict):
-            raise ValueError("no object")
+        return TypeAdapter(dict[str, Any]).validate_json(file.read_bytes() if file.is_file() else b"{}")
     except (OSError, ValueError) as error:
         raise MalformedInput(
             f"{file} does not describe a run ({error!r}); move it away: without it all prompts begin differently, and the "
             "settings are vLLM's defaults."
         ) from None
-    return meta

@@ -47,25 +47,16 @@ def recordings(draw):
     for place in range(draw(st.integers(1, 12))):
         blocks = draw(st.lists(st.integers(0, 3), max_size=6))
         at_s, end_s = place * draw(st.sampled_from([0.0, 1.0])), draw(st.sampled_from([None, 0.5, 3.0]))
-        rows.append(
-            asked(
-                blocks,
-                draw(st.sampled_from("abc")),
-                at_s,
-                draw(st.integers(1, SIZE)),
-                tenant=draw(st.sampled_from([None, "t"])),
-                replica=draw(st.sampled_from([None, "r", "s"])),
-                first_token_s=None if end_s is None else at_s + end_s / 2,
-                end_s=None if end_s is None else at_s + end_s,
-                output_tokens=draw(st.integers(0, 9)),
-                output_blocks=draw(st.none() | st.lists(st.integers(0, 3), max_size=2)),
-                cached_tokens=draw(st.integers(0, 30)),
-            )
-        )
+        row = asked(blocks, draw(st.sampled_from("abc")), at_s, draw(st.integers(1, SIZE)))
+        row.tenant, row.replica = draw(st.sampled_from([None, "t"])), draw(st.sampled_from([None, "r", "s"]))
+        row.first_token_s, row.end_s = (None, None) if end_s is None else (at_s + end_s / 2, at_s + end_s)
+        row.output_tokens, row.cached_tokens = draw(st.integers(0, 9)), draw(st.integers(0, 30))
+        row.output_blocks = draw(st.none() | st.lists(st.integers(0, 3), max_size=2))
+        rows.append(row)
     return sorted(rows, key=lambda one: one.arrival_s)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(recordings(), st.integers(0, 100))
 def test_the_causes_of_every_prompt_are_its_missed_positions_each_once(rows, capacity):
     _, reading = lines_of(rows, capacity)
@@ -107,15 +98,10 @@ def test_a_timestamp_in_the_system_prompt_is_named_by_its_position():
 
 
 def test_a_reply_that_comes_back_shorter_is_an_edit_and_one_without_hashes_is_unknown():
-    rows = [asked([1, 2], rest=2), asked([1, 2, 3, 4], at_s=5.0)]
-    kept, cut = ([rows[0]], [rows[0]])
-    rows[0].output_tokens = 6
-    kept.append(rows[1])
-    told, reading = lines_of(kept)
-    assert (told["answer"], told["late"], reading.shortened) == (6, 2, 0)
-    rows[0].output_tokens = 60
-    told, reading = lines_of([*cut, rows[1]])
-    assert (told["edited"], told["answer"], reading.shortened) == (9, 0, 1)
+    for said, told in ((6, (0, 6, 2, 0)), (60, (9, 0, 0, 1))):
+        first = asked([1, 2], rest=2, output_tokens=said)
+        found, reading = lines_of([first, asked([1, 2, 3, 4], at_s=5.0)])
+        assert (found["edited"], found["answer"], found["late"], reading.shortened) == told
 
 
 def test_a_reply_with_hashes_can_be_found_once_it_has_ended():

@@ -1,6 +1,5 @@
 """The loaders, held against what is published about real files. Skipped where the files are not beside the checkout."""
 
-import functools
 from itertools import pairwise
 from statistics import mean, pstdev
 
@@ -21,20 +20,13 @@ def mean_p50_p99(values):
     return round(mean(values)), nearest_rank(values, 0.5), nearest_rank(values, 0.99)
 
 
-@functools.cache
-def mooncake():
-    return load(shared("mooncake/conversation_trace.jsonl"), "mooncake")
-
-
-def test_mooncake_lengths():
-    prompts, replies = lengths(mooncake())
+def test_mooncake():
+    recording = load(shared("mooncake/conversation_trace.jsonl"), "mooncake")
+    prompts, replies = lengths(recording)
     assert len(prompts) == 12_031
     assert mean_p50_p99(prompts) == pytest.approx((12_035, 6_909, 85_400), rel=1e-3)
     assert mean_p50_p99(replies) == pytest.approx((343, 350, 1_119), rel=2e-3)
-
-
-def test_mooncake_repeats():
-    repeats = block_repeats(mooncake())
+    repeats = block_repeats(recording)
     assert (repeats["block_tokens"], repeats["file_unique_blocks"], repeats["file_blocks"]) == (512, 182_790, 288_500)
     assert repeats["file_repeated_blocks_share"] == pytest.approx(0.366, abs=5e-4)
 

@@ -4,6 +4,7 @@ import pytest
 
 from pensieve.errors import MalformedInput
 from pensieve.lab.workload.formats import load
+from tests.workload.dry import lines
 
 GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [7]}'
 BAD = {
@@ -20,21 +21,15 @@ BAD = {
 }
 
 
-def write(folder, *lines):
-    path = folder / "trace.jsonl"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
 @pytest.mark.parametrize("line", BAD.values(), ids=BAD.keys())
 def test_a_malformed_line_is_fatal_with_file_line_and_reason(tmp_path, line):
-    path = write(tmp_path, GOOD, "", line, GOOD)
+    path = lines(tmp_path / "trace.jsonl", GOOD, "", line, GOOD)
     with pytest.raises(MalformedInput, match=r"trace\.jsonl:3: .+; correct it, or set workload\.on_malformed=skip"):
         load(path, "mooncake")
 
 
 def test_skipped_lines_are_counted_warned_about_and_kept_as_examples(tmp_path, caplog):
-    path = write(tmp_path, GOOD, *BAD.values(), GOOD)
+    path = lines(tmp_path / "trace.jsonl", GOOD, *BAD.values(), GOOD)
     with caplog.at_level(logging.WARNING):
         recording = load(path, "mooncake", "skip")
     assert recording.requests == 2

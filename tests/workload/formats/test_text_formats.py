@@ -10,7 +10,7 @@ from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.playback import Begun
 from pensieve.lab.workload.trace import trace_workload
 from tests.scripted import context
-from tests.workload.dry import drive
+from tests.workload.dry import drive, lines
 
 
 def said(recording):
@@ -25,12 +25,6 @@ def shared(*texts, name="c"):
 
 def messages(*each):
     return {"messages": [dict(zip(("role", "content", "tool_calls"), one, strict=False)) for one in each]}
-
-
-def write(path, *entries):
-    """One entry a line."""
-    path.write_text("\n".join(map(json.dumps, entries)))
-    return path
 
 
 CALLS = [{"type": "function", "function": {"name": "look"}}]
@@ -80,7 +74,7 @@ READ = {
 
 @pytest.mark.parametrize(("format", "entries", "found", "facts"), READ.values(), ids=READ)
 def test_what_is_read(tmp_path, format, entries, found, facts):
-    recording = load(write(tmp_path / "file", *entries), format)
+    recording = load(lines(tmp_path / "file", *entries), format)
     assert (recording.format, said(recording), recording.facts, recording.timed) == (format, found, facts, False)
     assert {call.continues for one in recording.conversations for call in one.calls} == {format != "agent_jsonl"}
 
@@ -97,7 +91,7 @@ def test_what_is_read(tmp_path, format, entries, found, facts):
     ],
 )
 def test_what_is_malformed(tmp_path, format, entry, reason):
-    path = write(tmp_path / "file", entry)
+    path = lines(tmp_path / "file", entry)
     with pytest.raises(MalformedInput, match=rf"file:1: .*{reason}"):
         load(path, format)
     with pytest.raises(ConfigError, match="holds no request"):
@@ -105,7 +99,7 @@ def test_what_is_malformed(tmp_path, format, entry, reason):
 
 
 def test_entries_of_a_list_have_numbers_and_a_broken_list_cannot_be_skipped(tmp_path):
-    path = write(tmp_path / "s.json", [shared("a", "gpt: b"), {"id": 1}])
+    path = lines(tmp_path / "s.json", [shared("a", "gpt: b"), {"id": 1}])
     with pytest.raises(MalformedInput, match=r"s\.json: entry 2: "):
         load(path, "sharegpt")
     recording = load(path, "sharegpt", "skip")
@@ -143,7 +137,7 @@ def test_roles_that_take_turns_in_a_session_are_conversations_in_one_half(tmp_pa
         agent += f"<user> question {turn} " * 3
         user += f"<agent> answer {turn} " * 3
         rows += [{"input": one, "output": "r", "session_id": "s"} for one in (agent, user)]
-    write(tmp_path / "roles.jsonl", *rows)
+    lines(tmp_path / "roles.jsonl", *rows)
     first, second = load(tmp_path, "agent_jsonl").conversations
     assert (first.id, second.id, first.begun, second.begun) == ("agent-s", "agent-s/1", None, Begun("agent-s", 1))
     roles = [[call.content.text for call in one.calls] for one in (first, second)]

@@ -1,12 +1,12 @@
 """TraceLab's rounds: which tokens prompts share, and when they are sent."""
 
-import json
-
 import pytest
 
+from pensieve.core.session import common_prefix as alike
 from pensieve.errors import MalformedInput
 from pensieve.lab.workload.fit import synthesised
 from pensieve.lab.workload.formats import load
+from tests.workload.dry import lines
 
 
 def row(session, index, total, cached, *, asked=0, ended=5, output=7, tool=None, **more):
@@ -24,26 +24,15 @@ def row(session, index, total, cached, *, asked=0, ended=5, output=7, tool=None,
 
 @pytest.fixture
 def read(tmp_path):
-    def reading(*rows, **options):
-        path = tmp_path / "trace.jsonl"
-        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
-        return load(path, **options)
-
-    return reading
+    return lambda *rows, **options: load(lines(tmp_path / "trace.jsonl", *rows), **options)
 
 
 def prompts(recording):
     """The tokens of each prompt, by conversation."""
     return [
-        [list(synthesised(call.content, 1000, 0, ("own", number))) for number, call in enumerate(one.calls)]
+        [synthesised(call.content, 1000, 0, ("own", number)) for number, call in enumerate(one.calls)]
         for one in recording.conversations
     ]
-
-
-def alike(one, other):
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
 
 
 def test_a_prompt_begins_with_the_one_before_and_a_shorter_one_with_what_was_cached(read):

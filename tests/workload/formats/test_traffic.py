@@ -21,7 +21,8 @@ from pensieve.lab.workload.formats.traffic import converted
 from pensieve.lab.workload.formats.vllm_events import Events, joined, listen
 from pensieve.lab.workload.recording import Count, Text
 from tests.shared_data import shared
-from tests.workload.formats.test_timed_formats import READ, lines
+from tests.workload.dry import lines
+from tests.workload.formats.test_timed_formats import READ
 
 SALT = Salt(b"of this test")
 CONTEXT = WorkloadContext(

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import ConfigError
 from pensieve.lab.commands.advise.causes import Reading, Split, split
-from pensieve.lab.commands.advise.machine import machine_of, timed
+from pensieve.lab.commands.advise.machine import machine_of
 from pensieve.lab.commands.advise.replays import (
     Replayed,
     Source,
@@ -223,7 +223,7 @@ def on_recorded(served: Served, source: Source, model: ModelSpec, file: Path) ->
         for place, (_, name) in enumerate(source.rows):
             turns[name] += 1
             loaded[place] = base.turns.loaded.get((name, turns[name]), 0)
-    machine_of(timed((one for one, _ in source.rows), loaded), model, served.block_tokens).write(file)
+    machine_of([one for one, _ in source.rows], loaded, model, served.block_tokens).write(file)
     hardware = {**read_option("hardware", "sim_profile"), "profile": str(file)}
     return replace(served, config={**served.config, "hardware": hardware})
 

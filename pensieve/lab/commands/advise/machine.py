@@ -4,8 +4,7 @@ A request that nobody was beside, from its arrival to its first token, tells a p
 computed. What it took beyond that is its load from the CPU tier. What a reply took beyond others' prefills tells decodes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,46 +23,46 @@ MOST_BESIDE = 64
 BATCHES = (1, 2, 256)
 
 
-class Timed(NamedTuple):
-    """A request as it was served: seconds of its clock, tokens. loaded: of those found, from the CPU tier."""
-
-    arrival_s: float
-    first_s: float
-    end_s: float
-    prompt: int
-    found: int
-    loaded: int
-    reply: int
-
-
-def timed(rows: Iterable[Exchange], loaded: Iterable[int]) -> list[Timed]:
-    """Those of the rows, in order of arrival, that say all of it. loaded: of each, where the row does not say."""
-    return [
-        Timed(
-            one.arrival_s, one.first_token_s, one.end_s, one.prompt_tokens, one.cached_tokens,
-            loads if one.cached_cpu_tokens is None else one.cached_cpu_tokens, one.output_tokens or 1,
-        )
+def machine_of(rows: Sequence[Exchange], loaded: Sequence[int], model: ModelSpec, chunk_tokens: int) -> MachineProfile:
+    """rows: in order of arrival; those that lack a time or a length do not count. loaded: of each, the tokens found that came
+    from the CPU tier, where the row does not say. Raises ConfigError where too few requests were alone."""
+    known = [
+        (one.arrival_s, one.first_token_s, one.end_s, one.prompt_tokens or None, one.cached_tokens,
+         loads if one.cached_cpu_tokens is None else one.cached_cpu_tokens, one.output_tokens or 1)
         for one, loads in zip(rows, loaded, strict=True)
-        if one.arrival_s is not None and one.first_token_s is not None and one.end_s is not None
-        and one.prompt_tokens and one.cached_tokens is not None
     ]  # fmt: skip
-
-
-def machine_of(served: Sequence[Timed], model: ModelSpec, chunk_tokens: int) -> MachineProfile:
-    """Raises ConfigError where too few requests were alone."""
-    near = [served[max(0, place - MOST_BESIDE) : place + MOST_BESIDE + 1] for place in range(len(served))]
-    alone = [one for one, others in zip(served, near, strict=True) if not any(_beside(one, other) for other in others)]
-    told = [one for one in alone if not one.loaded]
+    served = np.array(known, dtype=float).reshape(-1, 7)
+    arrival_s, first_s, end_s, prompt, found, loads, reply = served[~np.isnan(served).any(axis=1)].T
+    count = len(reply)
+    near = [np.delete(np.arange(max(0, i - MOST_BESIDE), min(count, i + MOST_BESIDE + 1)), min(i, MOST_BESIDE))
+            for i in range(count)]  # fmt: skip
+    alone = [
+        i for i, others in enumerate(near)
+        if not ((arrival_s[others] < first_s[i]) & (end_s[others] > arrival_s[i])).any()
+    ]  # fmt: skip
+    told, ttft_s = [i for i in alone if not loads[i]], first_s - arrival_s
     if len(told) < FEWEST:
         raise ConfigError(
             f"{len(told)} requests of the recording say when they came, had their first token and ended, and what was found, "
             f"and were alone with nothing to load; {FEWEST} tell a machine. Set machine=given, or record fewer at a time."
         )
-    terms = fit([(one.found, one.prompt, one.first_s - one.arrival_s) for one in told])
-    loads = [(one.loaded, one.first_s - one.arrival_s - terms.iteration_s(one.found, one.prompt)) for one in alone]
-    tokens = sum(count for count, _ in loads)
-    load_s = max(0.0, sum(beyond for count, beyond in loads if count) / tokens) if tokens else 0.0
-    single_s, further_s = _decodes(served, near, terms.iteration_s)
+    terms = fit([(int(found[i]), int(prompt[i]), float(ttft_s[i])) for i in told])
+    prefill_s = np.array([terms.iteration_s(int(start), int(stop)) for start, stop in zip(found, prompt, strict=True)])
+    beyond_s, tokens = (ttft_s - prefill_s)[alone][loads[alone] > 0].sum(), loads[alone].sum()
+    load_s = max(0.0, float(beyond_s / tokens)) if tokens else 0.0
+    # A decode alone, and each further request in its batch: least squares over all replies, of what they took beyond the
+    # prefills of others meanwhile.
+    steps, seconds = [], []
+    for i, around in enumerate(near):
+        both_s = np.minimum(end_s[i], end_s[around]) - np.maximum(first_s[i], first_s[around])
+        others, both_s = around[both_s > 0], both_s[both_s > 0]
+        decoded = (reply[others] - 1) * both_s / np.maximum(end_s[others] - first_s[others], 1e-9)
+        if reply[i] > 1:
+            steps.append((reply[i] - 1, min(decoded.sum(), (reply[i] - 1) * len(others))))
+            prefills = others[(first_s[i] < first_s[others]) & (first_s[others] < end_s[i])]
+            seconds.append(end_s[i] - first_s[i] - prefill_s[prefills].sum())
+    (single_s, further_s), *_ = np.linalg.lstsq(np.array(steps), np.array(seconds), rcond=None)
+    single_s, further_s = max(float(single_s), 1e-6), max(float(further_s), 0.0)
     lengths = [2**power for power in range(1, model.max_context.bit_length())]
     starts = [0, *lengths]
     where = {"model": model.name, "dtype": model.dtype, "device": "as recorded"}
@@ -85,37 +84,5 @@ def machine_of(served: Sequence[Timed], model: ModelSpec, chunk_tokens: int) -> 
         overhead_s=0.0,
         overlaps=True,
         where=where,
-        measured={"requests": len(served), "alone": len(told), "loads": sum(count > 0 for count, _ in loads)},
+        measured={"requests": count, "alone": len(told), "loads": int((loads[alone] > 0).sum())},
     )
-
-
-def _beside(one: Timed, other: Timed) -> bool:
-    """Whether the other was under way before the one's first token."""
-    return other is not one and other.arrival_s < one.first_s and other.end_s > one.arrival_s
-
-
-def _decodes(
-    served: Sequence[Timed], near: Sequence[Sequence[Timed]], prefill_s: Callable[[int, int], float]
-) -> tuple[float, float]:
-    """Seconds of a decode alone, and of each further request in its batch: least squares over all replies, of what they took
-    beyond the prefills of others meanwhile."""
-    rows, seconds = [], []
-    for one, around in zip(served, near, strict=True):
-        others = [other for other in around if other is not one and _overlap_s(one, other) > 0]
-        prefills = sum(
-            prefill_s(other.found, other.prompt) for other in others if one.first_s < other.first_s < one.end_s
-        )
-        beside = sum(
-            (other.reply - 1) * _overlap_s(one, other) / max(other.end_s - other.first_s, 1e-9) for other in others
-        )
-        if one.reply > 1:
-            rows.append((one.reply - 1, min(beside, (one.reply - 1) * len(others))))
-            seconds.append(one.end_s - one.first_s - prefills)
-    found, *_ = np.linalg.lstsq(np.array(rows, dtype=float), np.array(seconds), rcond=None)
-    single_s = max(float(found[0]), 1e-6)
-    return single_s, max(float(found[1]), 0.0)
-
-
-def _overlap_s(one: Timed, other: Timed) -> float:
-    """How long both decoded."""
-    return min(one.end_s, other.end_s) - max(one.first_s, other.first_s)

@@ -128,14 +128,11 @@ def gain(base: Replayed, other: Replayed) -> tuple[Estimate, Estimate]:
     """Share of prompt tokens found more than the base, and mean TTFT of the base over that of the other: paired by turn,
     summed by conversation, intervals from conversations (pensieve/lab/statistics.py measures their coverage)."""
     both = base.turns.join(other.turns.add_suffix("_other"), how="inner").groupby("session").sum()
-
-    def by_session(sums: pd.Series[float]) -> dict[tuple[int, str], float]:
-        return {(0, str(name)): float(value) for name, value in sums.items()}
-
-    more = by_session(both.found_other - both.found)
+    both.index = pd.MultiIndex.from_product([[0], both.index])
+    sums = both.assign(more=both.found_other - both.found).astype(float).to_dict()
     return (
-        paired_ratio(more, by_session(both.prompt), of="means", support=REAL),
-        paired_ratio(by_session(both.ttft_ms), by_session(both.ttft_ms_other), of="means", support=NONNEGATIVE),
+        paired_ratio(sums["more"], sums["prompt"], of="means", support=REAL),
+        paired_ratio(sums["ttft_ms"], sums["ttft_ms_other"], of="means", support=NONNEGATIVE),
     )
 
 

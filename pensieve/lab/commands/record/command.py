@@ -19,7 +19,8 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -163,13 +164,7 @@ class Writer:
             self._transport.close()
 
 
-def _run(
-    messages: Connection[Any, Any],
-    out: Path,
-    upstream: str,
-    origin_s: float,
-    started_unix_s: float,
-) -> None:
+def _run(messages: Connection[Any, Any], out: Path, upstream: str, origin_s: float, started_unix_s: float) -> None:
     for one in (signal.SIGINT, signal.SIGTERM):  # the proxy says when
         signal.signal(one, signal.SIG_IGN)
     facts = Facts("proxy", "bytes", BLOCK_BYTES, engine=engine_of(upstream), started_unix_s=started_unix_s)
@@ -221,24 +216,19 @@ def _take(
 
 def engine_of(upstream: str) -> dict[str, Any]:
     """What a server tells of itself: its version, and where it is vLLM its cache. Empty where it tells nothing."""
-    found: dict[str, Any] = {}
     try:
         with httpx.Client(base_url=upstream, timeout=2.0, trust_env=False) as client:
             version, metrics = client.get("/version"), client.get("/metrics")
     except httpx.HTTPError as error:
         log.warning("%s says nothing of itself (%s).", upstream, error)
-        return found
-    try:
-        told = version.json()
-        found["version"] = told.get("version") if isinstance(told, Mapping) else None
-    except ValueError:
-        pass
-    config = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics.text, re.M)
-    if config is not None:
+        return {}
+    found: dict[str, Any] = {}
+    with suppress(ValueError, AttributeError):  # no JSON, or no object
+        found["version"] = version.json().get("version")
+    if config := re.search(r"^vllm:cache_config_info\{(.*)\}", metrics.text, re.M):
         labels = dict(re.findall(r'(\w+)="([^"]*)"', config[1]))
-        block, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-        found |= {"name": "vllm", "block_tokens": int(block) if block.isdecimal() else None}
-        known = block.isdecimal() and blocks.isdecimal()
-        found["gpu_tokens"] = int(block) * (int(blocks) - 1) if known else None  # the first is vLLM's own
-        found["cache_config"] = labels
+        block, blocks = (int(labels.get(name, "")) if labels.get(name, "").isdecimal() else None
+                         for name in ("block_size", "num_gpu_blocks"))  # fmt: skip
+        found |= {"name": "vllm", "block_tokens": block, "cache_config": labels}
+        found["gpu_tokens"] = block * (blocks - 1) if block and blocks else None  # the first is vLLM's own
     return found

@@ -25,7 +25,6 @@ MARKS = 64
 HEAD_BYTES = 256 * 1024
 WAITING_BYTES = 1024 * 1024
 """Of a client that wait for the connection to the upstream."""
-_UPGRADED = 101
 
 Tell = Callable[..., bool]
 """Takes what is recorded, and never waits. False: it cannot, and the request is lost."""
@@ -70,7 +69,9 @@ class Framing:
                 ending = b"\r\n\r\n" if self._state == "head" else b"\r\n"
                 stop = data.find(ending, at)
                 if stop < 0:
-                    self._hold(data[at:])
+                    if len(data) - at > HEAD_BYTES:
+                        raise Unframed
+                    self.held = data[at:]
                     return
                 line, raw = data[at:stop], data[at : stop + len(ending)]
                 at += len(raw)
@@ -103,11 +104,6 @@ class Framing:
         except ValueError as error:
             raise Unframed from error
         return ("chunk", size) if size else ("trailer", 0)
-
-    def _hold(self, data: bytes) -> None:
-        if len(data) > HEAD_BYTES:
-            raise Unframed
-        self.held = data
 
     def _body_of(self, head: bytes) -> tuple[str, int | None]:
         fields = headers_of(head)
@@ -150,7 +146,6 @@ class Proxy:
     upstream: SplitResult
     tell: Tell
     requests: int = 0
-    open: set[Client] = field(default_factory=set)
 
     async def serve(self, host: str, port: int) -> asyncio.Server:
         return await asyncio.get_running_loop().create_server(lambda: Client(self), host, port, backlog=1024)
@@ -190,7 +185,6 @@ class Client(_Side):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._proxy.open.add(self)
         self._connecting = asyncio.ensure_future(self._connect())
 
     async def _connect(self) -> None:
@@ -287,9 +281,7 @@ class Client(_Side):
     def _read(self) -> None:
         """What came of the upstream and was not read."""
         late, self._late, self._late_bytes = self._late, [], 0
-        came = iter(
-            [(now, stop) for (now, _), stop in zip(late, accumulate(len(data) for _, data in late), strict=True)]
-        )
+        came = zip([now for now, _ in late], accumulate(len(data) for _, data in late), strict=True)
         now, here = next(came, (0.0, 0))
         at = -len(self._answered.held)
         try:
@@ -302,7 +294,7 @@ class Client(_Side):
                     raise Unframed
                 if kind == "head":
                     code = _code(body)
-                    if code == _UPGRADED:
+                    if code == 101:  # another protocol from here on
                         raise Unframed
                     one.failed = code >= 400
                     one.streamed = "event-stream" in headers_of(body).get("content-type", "")
@@ -355,7 +347,6 @@ class Client(_Side):
         self.transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._proxy.open.discard(self)
         self._read()
         self._over("cancelled")
         if self.other is not None:

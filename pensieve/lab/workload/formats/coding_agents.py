@@ -155,16 +155,14 @@ def weka(reader: Reader) -> Recording:
     """The path is one file, or a folder of them."""
     sessions: dict[str, list[Conversation]] = {}
 
-    def parse(row: Any) -> tuple[str, list[Conversation]]:
+    def parse(row: Any) -> list[Conversation]:
         file = Weka.model_validate(row)
-        return file.session, file.conversations(file, file.session)
+        return file.conversations(file, file.session)
 
     for file in reader.files("*.json"):
-        for name, conversations in reader.entries(parse, file):
-            if name in sessions:
-                reader.reject(str(file), f"two files have the id of {name}")
-                continue
-            sessions[name] = conversations
+        for found in reader.entries(parse, file):
+            if sessions.setdefault(found[0].id, found) is not found:
+                reader.reject(str(file), f"two files have the id of {found[0].id}")
     all_of_them = tuple(chain.from_iterable(sessions.values()))
     return Recording(all_of_them, WEKA, {"sessions_in_file": len(sessions)}, one_clock=False)
 
@@ -223,17 +221,8 @@ class TraceLab(Entry):
         return max(asks) if asks else min(one.timestamp for one in self.timing_events)
 
     @property
-    def end_s(self) -> float:
-        return max(one.timestamp for one in self.timing_events)
-
-    @property
     def cached(self) -> int:
         return min(self.prefix_tokens, self.input_tokens_total - 1)
-
-    @property
-    def hint(self) -> Hint:
-        tool = self.tools[-1].tool_name if self.tools else None
-        return Hint("tool_use", tool) if tool else Hint("end_turn")
 
 
 def tracelab(reader: Reader) -> Recording:
@@ -253,6 +242,7 @@ def tracelab(reader: Reader) -> Recording:
             before = _cut(before, one.cached)
         own = one.input_tokens_total - sum(tokens for _, tokens in before)
         prompts[name] = (*before, (_digest("tracelab", name, one.round_index, one.round_id), own))
+        tool = one.tools[-1].tool_name if one.tools else None
         call = Call(
             Parts(tuple(piece for piece in prompts[name] if piece[1])),
             max(1, one.output_tokens),
@@ -260,10 +250,10 @@ def tracelab(reader: Reader) -> Recording:
             continues=False,
             order=order,
             pause_s=max(0.0, one.at_s - ended_s[name]) if name in ended_s else None,
-            hint=one.hint,
+            hint=Hint("tool_use", tool) if tool else Hint("end_turn"),
         )
         calls.append((name, call))
-        ended_s[name] = one.end_s
+        ended_s[name] = max(event.timestamp for event in one.timing_events)
     return Recording(grouped(calls), TRACELAB, dict(facts))
 
 
