@@ -16,7 +16,7 @@ from analysis.sweep import Source, open_source
 from pensieve.errors import PensieveError, ResultsError
 from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.results.store import LATEST, figures_folder, open_store
-from pensieve.units import Table, grid
+from pensieve.units import grid
 
 _WIDTH = 120  # of a terminal that does not say
 
@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"There is no figure {', '.join(unknown)}; there are {', '.join(registry.FIGURES)}.", file=sys.stderr)
         return 2
     problems: list[str] = []
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
 
     def draw() -> None:
         source = chosen_source(options)
@@ -36,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.extend(failed)
         for one in drawings:
             if named and one.table is not None:
-                show(one.table, " · ".join(filter(None, [one.title, one.panel.text])), one.caption)
+                console.print(grid(one.table, " · ".join(filter(None, [one.title, one.panel.text])), fold=True))
+                console.print(one.caption, markup=False)
             print(*one.paths, sep="\n")
         others = sum(not (figure.asked or figure.holds(source)) for figure in registry.FIGURES.values())
         if others and not named:
@@ -98,13 +102,6 @@ def source_options(description: str) -> argparse.ArgumentParser:
     return found
 
 
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ID,... with numbers of sweeps") from None
-
-
 def guarded(options: argparse.Namespace, draw: Callable[[], None]) -> int:
     """Run `draw`; an error is one sentence and status 1."""
     try:
@@ -131,15 +128,6 @@ def chosen_source(options: argparse.Namespace) -> Source:
     return open_source(store, options.sweep, wanted, options.allow_mixed, options.also)
 
 
-def show(table: Table, title: str, note: str, console: Console | None = None) -> None:
-    """Print it. console: where to; by default standard output, _WIDTH columns wide where that is not a terminal."""
-    where = console or Console(highlight=False)
-    if console is None and not where.is_terminal:
-        where.width = _WIDTH
-    where.print(grid(table, title, fold=True))
-    where.print(note, markup=False)
-
-
 def _parser() -> argparse.ArgumentParser:
     shown = "\n".join(
         f"  {figure.name:20} {figure.shows}\n{'':23}{figure.command}" for figure in registry.FIGURES.values()
@@ -150,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--baselines", help="draw only these, separated by commas (default: all of the sweep)")
     found.add_argument(
-        "--also", type=_ids, default=[], metavar="ID,...",
+        "--also", type=int, action="append", metavar="ID",
         help="further sweeps of the same overlay, read as one with it: each system at loads of its own",
     )  # fmt: skip
     found.add_argument("--to", type=Path, help="folder to write to (default: figures/sweep-ID in the outputs folder)")

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from pydantic import BaseModel
 
@@ -430,11 +429,7 @@ class Bars(Form):
                 values[side.says] += self._groups(axes, side, section, groups, rooms[section], names=axes is line[0])
         for axes, side in zip(grid[-1], sides, strict=True):
             side.scale(axes, [one for one in values[side.says] if one], 3 if len(sides) > 1 else 5)
-        marked = any(row.get(side.mark) is not None for side in sides for row in rows)
-        handles: list[Any] = list(style.parts_key([part for part in style.PARTS if part in _parts(sides, rows)]))
-        handles += [Line2D([], [], **_MARK, label=BOUND)] * marked
-        if handles:
-            style.legend(picture, handles)
+        style.legend(picture)
         return picture
 
     def _place(self, row: Row) -> tuple[str, str]:
@@ -463,7 +458,7 @@ class Bars(Form):
                 values.append(bar.found.value)
             middles.append(top + room / 2)
             if side.mark and row.get(side.mark) is not None:
-                axes.plot([row[side.mark]], middles[-1:], **_MARK, gid=f"{section}/{name}/bound")
+                axes.plot([row[side.mark]], middles[-1:], **_MARK, label=BOUND, gid=f"{section}/{name}/bound")
             top += room + _GAP
         axes.set_yticks(middles, list(groups) if names else [""] * len(groups))
         for label, (name, rows) in zip(axes.get_yticklabels(), groups.items(), strict=True):
@@ -472,19 +467,15 @@ class Bars(Form):
         return values
 
 
-def _parts(sides: Sequence[Side], rows: Sequence[Row]) -> set[str]:
-    """Their labels."""
-    return {part for side in sides for row in rows if side.parts for bar in side.bars([row], "") for part in bar.parts}
-
-
 def _bar(axes: Axes, one: Bar, y: float, origin: float, colour: str) -> None:
     found, error, start = one.found, None, origin
     if found.ci_low is not None and found.ci_high is not None:
         error = [[max(0.0, found.value - found.ci_low)], [max(0.0, found.ci_high - found.value)]]
     for part, length in one.parts.items():
         [patch] = axes.barh(
-            y, length, left=start, height=0.84, color=style.PARTS[part], edgecolor=style.EDGE, linewidth=0.4
-        )
+            y, length, left=start, height=0.84, color=style.PARTS[part], edgecolor=style.EDGE, linewidth=0.4,
+            label=part.replace("_", " "),
+        )  # fmt: skip
         patch.set_gid(f"{one.gid}/{part}")
         start += length
     for end, aside in zip(one.ends, (0.12, -0.12), strict=False):

@@ -91,10 +91,10 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
 
     how: of a column "mean" or a percentile ("p90") over the turns; of a metric "seeds", its mean over seeds, or "sum".
     against: a baseline whose turns are held over this one's, paired, as a ratio (2: this one takes half the time).
-    where: which turns, as pandas' query has it. label: of a metric. scale: so many of a metric are one.
-    name: its column in the CSV; prefix: of its interval there; interval: False leaves that out. says: over its axis,
-    and in a table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the number
-    first. hatched: a second kind of bar. drawn: False: in the CSV alone.
+    where: which turns, as pandas' query has it. label: of a metric, or what a function takes besides. scale: so many of a
+    metric are one. name: its column in the CSV; prefix: of its interval there; interval: False leaves that out. says: over
+    its axis, and in a table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the
+    number first. hatched: a second kind of bar. drawn: False: in the CSV alone.
     """
 
     of: str = ""
@@ -118,7 +118,8 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
             sides = (_those(source.turns(one), self.where) for one in (_beside(source, cell, self.against), cell))
             return speed_up(paired(*(values_of(turns, self.of) for turns in sides)))
         if not self.how:
-            own: Found = resolve_name(self.of if "." in self.of else f"{__name__}.{self.of}")(source, cell)
+            function = resolve_name(self.of if "." in self.of else f"{__name__}.{self.of}")
+            own: Found = function(source, cell, *filter(None, [self.label]))
             return own
         if self.how == "sum":
             return sum(source.metrics(cell, self.of).values())
@@ -172,35 +173,16 @@ def _those(turns: pd.DataFrame, where: str) -> pd.DataFrame:
 # Where history was found
 
 
-def _share(source: Source, cell: Cell, *tiers: str) -> Estimate | None:
-    """History tokens found on these tiers, in percent of all; None where no turn had history, or the engine does not say what
-    it found."""
+def found_pct(source: Source, cell: Cell, *tiers: str) -> Estimate | None:
+    """History tokens found on these tiers, by default on any, in percent of all; None where no turn had history, the engine
+    does not say what it found, or the sweep found nothing on disk."""
     known = found_history(source.turns(cell), *tiers)
-    if known.empty:
+    if known.empty or (tiers == ("disk",) and not any(job.value("disk_hit_rate") for job in source.jobs)):
         return None
     found = percent(known["hits"], known["history"])
     if cell.baseline == REFERENCE and not found.value:
         return replace(found, ci_low=None, ci_high=None)  # it keeps nothing: its 0 is no estimate
     return found
-
-
-def gpu_pct(source: Source, cell: Cell) -> Estimate | None:
-    return _share(source, cell, "gpu")
-
-
-def cpu_pct(source: Source, cell: Cell) -> Estimate | None:
-    return _share(source, cell, "cpu")
-
-
-def disk_pct(source: Source, cell: Cell) -> Estimate | None:
-    """None where the sweep found nothing there."""
-    has_disk = any((job.value("disk_hit_rate") or 0.0) > 0 for job in source.jobs)
-    return _share(source, cell, "disk") if has_disk else None
-
-
-def found_pct(source: Source, cell: Cell) -> Estimate | None:
-    """On any tier."""
-    return _share(source, cell)
 
 
 def lost_pct(source: Source, cell: Cell) -> Estimate | None:
@@ -220,18 +202,17 @@ def bound_pct(source: Source, cell: Cell) -> float | None:
 
 def skew(source: Source, cell: Cell) -> Estimate:
     """Requests under way on the fullest replica over those on all of them but as many, means over the readings of a trial."""
-    return over_seeds({(trial.seed, trial.repeat): _skew(source, trial.id, cell) for trial in cell.trials})
-
-
-def _skew(source: Source, trial_id: int, cell: Cell) -> float:
-    readings = source.store.samples_of(trial_id)
-    fullest, under_way = (
-        [one.value for one in readings if one.name == name and one.value is not None]
-        for name in ("fullest_replica", "requests_under_way")
-    )
-    if not any(under_way):
-        raise MissingSeries(f"Trial {trial_id} has no readings of its replicas; run it again.")
-    return fmean(fullest) / (fmean(under_way) / int(cell.at["hardware.replicas"]))
+    found: dict[tuple[int, int], float] = {}
+    for trial in cell.trials:
+        readings = source.store.samples_of(trial.id)
+        fullest, under_way = (
+            [one.value for one in readings if one.name == name and one.value is not None]
+            for name in ("fullest_replica", "requests_under_way")
+        )
+        if not any(under_way):
+            raise MissingSeries(f"Trial {trial.id} has no readings of its replicas; run it again.")
+        found[trial.seed, trial.repeat] = fmean(fullest) * int(cell.at["hardware.replicas"]) / fmean(under_way)
+    return over_seeds(found)
 
 
 # Agents

@@ -16,8 +16,7 @@ from matplotlib.figure import Figure as Picture
 from pydantic import BaseModel, ValidationError
 
 from analysis import style
-from analysis.provenance import brief, footnote
-from analysis.sweep import Source
+from analysis.sweep import Source, brief, footnote
 from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.results.frame import Panel

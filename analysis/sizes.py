@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.lines import Line2D
 
 from analysis import style
 from analysis.registry import Plot
@@ -49,22 +48,18 @@ def _drawn(found: SizeMap) -> Any:
         "knee": (found.reaches, f"{100 * q.knee:g} % of what the largest find"),
         "objective": (found.meets, f"{q.slo_ttft_ms or 0:g} ms at {q.percentile}"),
     }
-    handles = {}
     for gid, (suffices, says) in fronts.items():
         smallest = found.smallest(suffices)
-        if smallest:
-            handles[gid] = Line2D([], [], label=says, **BORDERS[gid])
-            for axes in picture.axes:
-                _border(axes, found, smallest, gid)
+        for axes in picture.axes if smallest else ():
+            _border(axes, found, smallest, gid, says)
         if chosen := found.pick(smallest):
-            handles["chosen"] = Line2D([], [], label="named in the answer", **{**NAMED, "markersize": 6})
+            named = {**NAMED, "markeredgecolor": BORDERS[gid]["color"], "label": "named in the answer"}
             for axes in picture.axes:
-                colour = BORDERS[gid]["color"]
-                axes.plot([chosen[1]], [chosen[0]], gid=f"{gid}/chosen", **{**NAMED, "markeredgecolor": colour})
+                axes.plot([chosen[1]], [chosen[0]], gid=f"{gid}/chosen", **named)
     for axes in picture.axes:
         axes.set_ylabel(f"GPU KV{each}")
     below.set_xlabel(f"CPU KV{each}")
-    style.legend(picture, [handles[name] for name in ("knee", "objective", "chosen") if name in handles])
+    style.legend(picture)
     return picture
 
 
@@ -99,12 +94,13 @@ def _heat(axes: Axes, found: SizeMap, name: str, title: str, scale: float, norm:
             )
 
 
-def _border(axes: Axes, found: SizeMap, smallest: Sequence[Place], gid: str) -> None:
+def _border(axes: Axes, found: SizeMap, smallest: Sequence[Place], gid: str, says: str) -> None:
     """The staircase below and left of all cells that are as large as one of the smallest that suffice."""
     q = found.question
     corners = [(-0.5 + cpu, -0.5 + gpu) for gpu, cpu in reversed(smallest)]  # from the least CPU memory on
     ends = (corners[0][0], len(q.gpu) - 0.5), (len(q.cpu) - 0.5, corners[-1][1])
-    axes.step(*zip(ends[0], *corners, ends[1], strict=True), where="post", gid=gid, clip_on=False, **BORDERS[gid])
+    corners = [ends[0], *corners, ends[1]]
+    axes.step(*zip(*corners, strict=True), where="post", gid=gid, label=says, clip_on=False, **BORDERS[gid])
 
 
 def _ran(found: SizeMap) -> str:

@@ -2,7 +2,7 @@
 
 import textwrap
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.patches import Patch
 
 Options._drop_tables_default += [
     "GSUB",
@@ -144,24 +143,17 @@ def new_grid(height_in: float, rows: int = 1, columns: int = 1, **options: Any) 
     return figure, [list(row) for row in grid]
 
 
-def legend(figure: Figure, handles: Sequence[Artist] | None = None) -> None:
-    """One above the axes, in as many columns as fit. handles: by default of all labelled marks, once a label."""
-    if handles is None:
-        labelled: dict[str, Artist] = {}
-        for axes in figure.axes:
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                labelled.setdefault(label, handle)
-        handles = list(labelled.values())
-    for columns in range(len(handles), 0, -1):
-        found = figure.legend(handles=handles, loc=ABOVE, ncols=columns)
+def legend(figure: Figure) -> None:
+    """One of all labelled marks above the axes, a label once, in as many columns as fit."""
+    labelled: dict[str, Artist] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            labelled.setdefault(label, handle)
+    for columns in range(len(labelled), 0, -1):
+        found = figure.legend(labelled.values(), labelled, loc=ABOVE, ncols=columns)
         if columns == 1 or found.get_window_extent().width <= figure.bbox.width - 2 * MARGIN_IN * figure.dpi:
             return
         found.remove()
-
-
-def parts_key(parts: Sequence[str]) -> list[Artist]:
-    """Handles of a legend for the parts of bars; a name's underscores are blanks there."""
-    return [Patch(facecolor=PARTS[part], edgecolor=EDGE, linewidth=0.4, label=part.replace("_", " ")) for part in parts]
 
 
 def compose(figure: Figure, title: str, note: str, warning: bool) -> None:
