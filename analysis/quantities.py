@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from pkgutil import resolve_name
@@ -20,10 +19,12 @@ from pensieve.lab.results.frame import (
     ByConversation,
     Cell,
     by_conversation,
+    conversation_means,
     conversation_sums,
     found_history,
     paired,
     positive_ratio,
+    seed_means,
     speed_up,
     values_of,
 )
@@ -72,10 +73,7 @@ def percent(parts: pd.Series[Any], wholes: pd.Series[Any]) -> Estimate:
 
 def over_seeds(values: Mapping[tuple[int, Any], float]) -> Estimate:
     """Mean of one value a trial, by (seed, repeat); seeds are the groups."""
-    by_seed: dict[int, list[float]] = defaultdict(list)
-    for (seed, _), value in values.items():
-        by_seed[seed].append(value)
-    return estimate_mean(*flat({seed: [fmean(by_seed[seed])] for seed in sorted(by_seed)}))
+    return estimate_mean(*flat({seed: [mean] for seed, mean in sorted(seed_means(values).items())}))
 
 
 def moved(found: Estimate, to: Callable[[float], float]) -> Estimate:
@@ -220,11 +218,8 @@ def skew(source: Source, cell: Cell) -> Estimate:
 
 def reason_over_reflect(source: Source, cell: Cell) -> Estimate | None:
     """Latency of a reason over that of a reflection, paired by seed and agent: the geometric mean."""
-    sides: list[Mapping[tuple[int, str], float]] = []
-    for stage in ("reason", "reflect"):
-        found = by_conversation(_those(source.turns(cell), f"label == '{stage}'")["latency_ms"])
-        sides.append({key: fmean(values) for key, values in found.items()})
-    return positive_ratio(*sides)
+    stages = (_those(source.turns(cell), f"label == '{stage}'") for stage in ("reason", "reflect"))
+    return positive_ratio(*(conversation_means(own["latency_ms"]) for own in stages))
 
 
 def out_of_memory(source: Source, cell: Cell) -> int:

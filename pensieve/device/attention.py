@@ -5,7 +5,7 @@ besides (where K and V go, which blocks each row attends to) is the `Iteration` 
 passed through keyword arguments, which some models drop or refuse. The fused path calls `attend` itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -118,20 +118,30 @@ class Forward(Protocol):
 
 
 class TransformersForward:
-    """transformers' own modules, attending through the paged plug: what any architecture runs on."""
+    """transformers' own modules, attending through the paged plug: what any architecture runs on.
 
-    name = "transformers"
+    products: linear modules, and what multiplies in place of each while this forward runs; alone they stay as they are.
+    """
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(
+        self, module: Any, products: Sequence[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = ()
+    ) -> None:
+        self._module, self._products = module, products
+        self.name = "transformers, packed weights, few rows in C" if products else "transformers"
 
     def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
-        with attending(iteration):
-            output = self._module(
-                input_ids=iteration.batch.token_ids[None],
-                position_ids=iteration.batch.positions[None],
-                use_cache=False,
-                logits_to_keep=wanted,
-            )
+        for linear, product in self._products:
+            linear.__dict__["forward"] = product  # before the method of its class
+        try:
+            with attending(iteration):
+                output = self._module(
+                    input_ids=iteration.batch.token_ids[None],
+                    position_ids=iteration.batch.positions[None],
+                    use_cache=False,
+                    logits_to_keep=wanted,
+                )
+        finally:
+            for linear, _ in self._products:
+                del linear.__dict__["forward"]
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -13,18 +13,20 @@ import torch
 from pensieve.core.request import Sampling
 from pensieve.device.asked import ON_CPU, ModelAsked, candidates, physical_cores, require
 from pensieve.device.attention import Forward, TransformersForward, register
-from pensieve.device.fused import build_fused
+from pensieve.device.fused.decoder import build_fused
+from pensieve.device.fused.packed import packable, packed_products
 from pensieve.device.kernels.base import AttentionBackend
 from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kernels.reference import ReferenceBackend
 from pensieve.device.self_check import SelfCheck, check_against_eager
-from pensieve.device.weights import Ranks, load_module, quiet_transformers
+from pensieve.device.sharding import RankGroup
+from pensieve.device.weights import load_module, quiet_transformers
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
 
 _log = logging.getLogger(__name__)
-_REFUSED = "the fused forward was refused"
+_REFUSED = "the faster forward was refused"
 _Found = TypeVar("_Found")
 
 
@@ -32,7 +34,7 @@ _Found = TypeVar("_Found")
 class Choice:
     """What serves a model: `forward`, over the transformers module's own weights; attention: the backend it attends with.
 
-    forward_note: why not the fused one; attention_note: why not a better backend; "" where there is nothing to say.
+    forward_note: why not a faster one; attention_note: why not a better backend; "" where there is nothing to say.
     fell_back: a backend or a forward was refused by its self-check, or the reference serves in place of a kernel.
     """
 
@@ -65,7 +67,7 @@ class LoadedModel(Choice):
     threads: int
     attention_asked: str = "auto"
     reused: bool = False
-    ranks: Ranks | None = None
+    ranks: RankGroup | None = None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -108,7 +110,7 @@ class LoadedModel(Choice):
         }
 
 
-def load_model(asked: ModelAsked, ranks: Ranks | None = None) -> LoadedModel:
+def load_model(asked: ModelAsked, ranks: RankGroup | None = None) -> LoadedModel:
     """Load through transformers (safetensors only, never remote code) and check against eager attention.
 
     ranks: load this process's part, by transformers' plan for the model and in transformers' modules; all of them load at
@@ -209,11 +211,15 @@ def _forward(
         return check_against_eager(module, forward, asked.spec, device, backend, chunk)
 
     plain = TransformersForward(module)
-    built = build_fused(module, memory_bytes=asked.memory_bytes) if asked.fused else ""
+    if not asked.fused:
+        return plain, "asked for", check(plain)
+    pack, note = packable(module, asked.memory_bytes), ""
+    built: Forward | str = build_fused(module, pack)
     if isinstance(built, str):
-        return plain, f"no fused forward: {built}" if asked.fused else "asked for", check(plain)
+        note = f"no fused forward: {built}"
+        built = TransformersForward(module, packed_products(module) if pack else ())
     try:
-        return built, "", check(built)
+        return built, note, check(built)
     except UnsupportedModel as error:
         return plain, f"{_REFUSED}: {error}", check(plain)
 

@@ -1,16 +1,17 @@
-"""From a model's spec to transformers' module: its weights drawn at random, or read from the hub or a folder."""
+"""From a model's spec to transformers' module: its weights drawn at random, or read from the hub, a folder or a GGUF file."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import IMPLEMENTATION, register
+from pensieve.device.sharding import RankGroup
 from pensieve.errors import PensieveError, UnsupportedModel, WeightsMissing
 from pensieve.hub import first_line, why_not
 from pensieve.specs import ModelSpec
@@ -30,37 +31,7 @@ _QUICK = 10_000_000  # parameters of a module that is made within a second
 _NAMED = 5  # tensors in an error; a folder may lack hundreds
 
 
-class Ranks(Protocol):
-    """The processes that have a model together, as one of them sees it. backend: what carries their collectives. first:
-    whether this one decides for all.
-
-    agree: the tokens of the first one [rows], in place of what the others have there. check: raises UnsupportedModel for a
-    model that cannot be divided. part_of: the model as this process attends, with its own heads. options: for
-    from_pretrained. sharded: this process's part of a module of random weights, which `draw` makes whole; raises
-    HardwareMissing.
-    """
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def backend(self) -> str: ...
-
-    @property
-    def first(self) -> bool: ...
-
-    def agree(self, tokens: torch.Tensor) -> torch.Tensor: ...
-
-    def check(self, spec: ModelSpec) -> None: ...
-
-    def part_of(self, spec: ModelSpec) -> ModelSpec: ...
-
-    def options(self) -> dict[str, Any]: ...
-
-    def sharded(self, spec: ModelSpec, draw: Callable[[], Any]) -> Any: ...
-
-
-def load_module(asked: ModelAsked, device: torch.device, ranks: Ranks | None = None) -> Any:
+def load_module(asked: ModelAsked, device: torch.device, ranks: RankGroup | None = None) -> Any:
     """transformers' module, not checked against itself. ranks: only this process's part. Raises WeightsMissing,
     UnsupportedModel."""
     register()
@@ -111,7 +82,9 @@ def _rope_types(config: Any) -> set[str]:
     return found
 
 
-def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int, ranks: Ranks | None = None) -> Any:
+def _random(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int, ranks: RankGroup | None = None
+) -> Any:
     """Drawn on the device, in the dtype: a large model never exists twice. The same seed and device give the same weights."""
     if ranks is not None:
         module = ranks.sharded(spec, lambda: _random(spec, dtype, torch.device("cpu"), seed))
@@ -190,7 +163,7 @@ def _from_hub(asked: ModelAsked, read: _Read) -> Any:
 
 
 def _pretrained(
-    asked: ModelAsked, device: torch.device, ranks: Ranks | None, source: str, local_files_only: bool
+    asked: ModelAsked, device: torch.device, ranks: RankGroup | None, source: str, local_files_only: bool
 ) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -302,3 +275,47 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def dequantise(source: Path, folder: Path) -> None:
+    """A GGUF file as a folder of safetensors, through transformers' own reader.
+
+    Writes config.json, generation_config.json, model.safetensors (float32: every weight as the file's format defines it)
+    and the tokenizer into `folder`. Raises WeightsMissing for a file that is not whole, UnsupportedModel for one
+    that transformers does not read.
+    """
+    from gguf import GGUFReader
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        GGUFReader(source)
+    except Exception as error:  # of any class, where a count, a length or an offset leads beyond the end
+        raise WeightsMissing(f"{source} is not a whole GGUF file: {first_line(error)}; fetch it again.") from error
+    place, name = str(source.parent), source.name
+    with quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(place, gguf_file=name)
+            spec = ModelSpec.from_architecture(source.stem, config.to_dict())
+            check_bits(str(source), spec.parameters, [source])
+            tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
+            module, report = AutoModelForCausalLM.from_pretrained(
+                place, gguf_file=name, config=config, dtype=torch.float32, **REPORTED
+            )
+        except (PensieveError, MemoryError):
+            raise
+        except Exception as error:  # its readers end in any class of error for a file that is whole and still malformed
+            raise UnsupportedModel(
+                f"{source} cannot be read by transformers: {type(error).__name__}: {first_line(error)}; choose another "
+                "model or file."
+            ) from error
+        check_whole(str(source), report)
+        fields = module.config.to_dict()
+        fields.pop("quantization_config", None)  # save_pretrained would refuse, and a reader would look for it
+        type(module.config).from_dict(fields).save_pretrained(folder)
+        module.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    weights = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+    if module.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})

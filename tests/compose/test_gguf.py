@@ -42,7 +42,7 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def conversions(monkeypatch):
     """Every file that is dequantised from here on."""
-    from pensieve.plugins.device import gguf as reader
+    from pensieve.device import weights as reader
 
     made = []
     real = reader.dequantise

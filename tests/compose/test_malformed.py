@@ -30,7 +30,7 @@ def load(source):
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """The files of a model, and the GGUF file that they were made of. They load."""
-    from pensieve.plugins.device.gguf import dequantise
+    from pensieve.device.weights import dequantise
 
     with pytest.MonkeyPatch.context() as patch:
         at = tmp_path_factory.mktemp("good")

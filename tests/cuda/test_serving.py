@@ -57,11 +57,7 @@ def test_without_graphs(device, attention):
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "fused"),
-    [
-        ("llama", True),
-        ("gemma2", False),
-        pytest.param("gpt2", True, marks=pytest.mark.slow),
-    ],
+    [("llama", True), ("gemma2", False)],
 )
 def test_models_are_captured_and_wait_for_nothing(device, name, fused):
     """On the forwards written here and on transformers' own: prefill and decode, greedy and by chance."""

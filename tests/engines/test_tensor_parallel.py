@@ -20,9 +20,9 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Event, Length, Request, Sampling
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
+from pensieve.device.sharding import refuse_unsharded
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.errors import EngineFailed, UnsupportedModel, WorkerError
-from pensieve.plugins.device.sharding import refuse_unsharded
 from pensieve.plugins.engines.tensor_parallel import Failure, Setup, TensorParallelWorker, Together
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import WallClock

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="package")
 def one_model() -> Iterator[None]:
-    from pensieve.plugins.device.shelf import open_shelf
+    from pensieve.device.shelf import open_shelf
 
     with open_shelf():
         yield

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from pensieve.device import shelf
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import resolved
@@ -15,7 +16,6 @@ from pensieve.lab.trial import sweep as sweep_module
 from pensieve.lab.trial.command import Jobs
 from pensieve.lab.trial.job import Job, Outcome, Tracking
 from pensieve.lab.trial.run import run_trial
-from pensieve.plugins.device import shelf
 from tests.composed import checked, composed
 
 REAL = (

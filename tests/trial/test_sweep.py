@@ -86,6 +86,4 @@ def test_trials_that_ran_before_the_sweep_was_started_take_no_time():
         connection.execute(update(Sweep).values(started_at=began))
         earlier = began - timedelta(days=1)
         connection.execute(update(Trial).where(Trial.id == ids[0]).values(finished_at=earlier))
-    found = store.progress_of(sweep)
-    assert (found.ended, found.ran) == (3, 2)
-    assert found.elapsed_s == pytest.approx(100, abs=5)
+    assert store.progress_of(sweep) == (3, pytest.approx(50, abs=3))

@@ -1,81 +1,124 @@
-"""The loop over the layers of a fused model, and what all families share: projections joined at load, and packed for a CPU's
-vector units where memory allows."""
+"""Models with rotary positions, RMS norms and a gated MLP (Llama, Mistral, Qwen 2 and 3, Gemma 2) in few, large operations.
+
+transformers' modules spend much of a decode step on dispatch. Here the projections that read one input are one product, a
+norm is one kernel, rotary angles are made once a batch, and the last layer's MLP runs for the sampled rows only. The weights
+are the transformers module's, which stays usable and is what the self-check compares with.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-import psutil
 import torch
 import torch.nn.functional as F
 
 from pensieve.device.attention import Iteration, attend
-from pensieve.device.fused.few_rows import FEW_ROWS, FewRows, serves
+from pensieve.device.fused.packed import FEW_ROWS, Linear, RowKernels
 from pensieve.device.kernels.base import Scores
 
-_PACKING_HINT = 64  # rows; every hint above 1 gives the same layout, which serves all batches
-_SPARE_SHARE = 4  # weights are packed where their second copy takes at most this fraction of the memory that is left
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation, in one kernel (transformers' gelu_new takes eight)."""
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-}
+_FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "gemma2"}
+_gelu_tanh = partial(F.gelu, approximate="tanh")  # one kernel; transformers' gelu_new takes eight
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_new": _gelu_tanh, "gelu_pytorch_tanh": _gelu_tanh,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """How one layer attends."""
+class Norm:
+    """RMS norm over the last dimension; weight of that size, or of any shape that broadcasts to x. A weight in float32 over
+    an x in 16 bits is applied before the result is rounded. kernels: what does it in C, with a weight in float32."""
 
-    layer: int
+    weight: torch.Tensor
+    eps: float
+    kernels: RowKernels | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
+        if self.weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
+        if self.weight.dim() == 1:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return F.rms_norm(x, (x.shape[-1],), None, self.eps).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """head_norm: Qwen 3's, over the head_dim of queries and keys. after_*: Gemma 2's, on what is added to the stream.
+    kernels: what rotates and gates in C; None where torch does."""
+
+    index: int
     heads: int
     kv_heads: int
     head_dim: int
     scores: Scores
+    kernels: RowKernels | None
+    before_attention: Norm
+    qkv: Linear
+    head_norm: Norm | None
+    out: Linear
+    after_attention: Norm | None
+    before_mlp: Norm
+    gate_up: Linear
+    activation: str
+    down: Linear
+    after_mlp: Norm | None
 
+    def __call__(
+        self,
+        iteration: Iteration,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """hidden [rows, hidden] to the same shape, or to rows `wanted` only; cos, sin [rows, 1, head_dim]. May write to
+        `hidden`."""
+        qkv = self.qkv(self.before_attention(hidden)).view(len(hidden), -1, self.head_dim)
+        queries, keys, values = self._rotated(qkv, cos, sin)
+        attended = attend(iteration, self.index, queries, keys, values, self.scores).reshape(len(queries), -1)
+        if wanted is not None:
+            hidden, attended = hidden[wanted], attended[wanted]
+        attended = self.out(attended)
+        hidden = hidden + (attended if self.after_attention is None else self.after_attention(attended))
+        added = self.down(self._gated(self.gate_up(self.before_mlp(hidden))))
+        return hidden.add_(added if self.after_mlp is None else self.after_mlp(added))
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One forward under way. cos, sin: [rows, 1, head_dim] or None."""
+    def _gated(self, both: torch.Tensor) -> torch.Tensor:
+        if self.kernels is not None and self.activation == "silu":
+            return self.kernels.gate(both)
+        gate, up = both.chunk(2, dim=-1)
+        return _ACTIVATIONS[self.activation](gate).mul_(up)
 
-    iteration: Iteration
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
-
-    def attend(self, how: Attention, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[rows, heads * head_dim] for queries [rows, heads, head_dim]."""
-        return attend(self.iteration, how.layer, queries, keys, values, how.scores).reshape(len(queries), -1)
-
-
-class Layer(Protocol):
-    def __call__(self, hidden: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor:
-        """hidden [rows, hidden] to the same shape, or to rows `wanted` only, which the last layer is asked for.
-
-        May write to `hidden`.
-        """
-        ...
+    def _rotated(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Queries, keys and values. One rotation for queries and keys: x * cos + (x with its halves exchanged) * (sin,
+        negative in the first half)."""
+        both, parts = self.heads + self.kv_heads, [self.heads, self.kv_heads, self.kv_heads]
+        if self.kernels is not None and self.head_norm is None:
+            self.kernels.rotate(qkv, both, cos, sin)
+            return qkv.split(parts, dim=1)
+        qk, values = qkv.split([both, self.kv_heads], dim=1)
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        qk = (qk * cos).addcmul_(qk.roll(self.head_dim // 2, -1), sin)
+        return (*qk.split(parts[:2], dim=1), values)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedModel:
-    """A Forward of few, large operations. begin: token ids and positions [rows] to hidden states, cos and sin.
+    """A Forward of few, large operations. body: transformers', whose embedding (Gemma 2's scales too) and angles serve.
 
     With packed weights a decoded row's bits are the same alone and in every batch of up to 4 rows, which are
     multiplied in C; and the same in larger batches, which are packed, however many of their rows are sampled (tested with
     5 to 12). Between the two they differ by rounding.
     """
 
-    begin: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+    body: Any
     layers: Sequence[Layer]
-    finish: Callable[[torch.Tensor], torch.Tensor]
+    norm: Norm
+    head: Linear
+    softcap: float | None
     packed: bool
 
     @property
@@ -83,87 +126,83 @@ class FusedModel:
         return "fused, packed weights, few rows in C" if self.packed else "fused"
 
     def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
-        tokens, outputs = len(iteration.batch.token_ids), len(wanted)
+        ids, positions = iteration.batch.token_ids, iteration.batch.positions
+        tokens, outputs = len(ids), len(wanted)
         if self.packed and tokens > FEW_ROWS and outputs:  # few sampled rows of many are products of packed weights too
             wanted = F.pad(wanted, (0, max(0, FEW_ROWS + 1 - outputs)))
-        hidden, cos, sin = self.begin(iteration.batch.token_ids, iteration.batch.positions)
-        step = Step(iteration, cos, sin)
+        hidden = self.body.embed_tokens(ids)
+        cos, sin = (x[0, :, None] for x in self.body.rotary_emb(hidden[:1], positions[None]))
+        first, second = sin.chunk(2, dim=-1)
+        sin = torch.cat([-first, second], dim=-1)
         # Where not all rows are sampled, the last layer's output projection and MLP are for those alone.
         some = wanted if len(wanted) < tokens else None
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, step, some if index == last else None)
+        for layer in self.layers:
+            hidden = layer(iteration, hidden, cos, sin, some if layer is self.layers[-1] else None)
         if some is None and outputs != tokens:
             hidden = hidden[wanted]
-        return self.finish(hidden)[:outputs]
+        logits = self.head(self.norm(hidden))[:outputs]
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
-def packable(module: Any, memory_bytes: int | None = None) -> bool:
-    """May this model's weights be packed: of one type that oneDNN multiplies on this CPU, and C where rows are few; and room
-    for a second copy?
+def build_fused(module: Any, pack: bool) -> FusedModel | str:
+    """The fused forward of a loaded transformers model, or in a few words why it has none.
 
-    The first stays with the transformers module, the reference that self-check and tests compare with. memory_bytes: of the
-    weights, with their second copy; what the process holds beside them is not asked for, so that the same model in the same
-    memory is always packed, or never. None: what the machine has free.
+    pack: copy the weights into oneDNN's layout and do in C what is faster there, where `packable` says so. The module's
+    joined parameters become views. Raises EngineMissing where it is asked for and no compiler is here.
     """
-    weights = list(module.parameters())
-    if any(w.device.type != "cpu" for w in weights):
-        return False
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return False
-    (dtype, *others) = {w.dtype for w in weights}
-    if others or not serves(dtype) or (dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return False
-    needed = sum(w.nbytes for w in weights)
-    free = psutil.virtual_memory().available if memory_bytes is None else memory_bytes - needed
-    return needed * _SPARE_SHARE <= free
+    family = module.config.model_type
+    if family not in _FAMILIES:
+        return f"none for {family}"
+    if getattr(module, "is_quantized", False):
+        return "quantized weights"
+    try:
+        return _built(module, pack)
+    except AttributeError as error:  # another version of transformers, in which the modules have other parts
+        return f"modules of another make: {error}"
 
 
-class Linear:
-    """x [rows, in] to [rows, out], with the weights of several modules that read the same x stacked along out.
+def _built(module: Any, pack: bool) -> FusedModel | str:
+    config, body = module.config, module.model
+    gemma = config.model_type == "gemma2"
+    activation = config.hidden_activation if gemma else config.hidden_act
+    if activation not in _ACTIVATIONS:
+        return f"activation {activation}"
+    kernels = RowKernels(module.dtype) if pack else None
 
-    The joined weights are one tensor, which the modules' own parameters become views of, so that no weight exists twice.
-    (Pages of a mapped file that they were read from are clean: the system takes them back when memory is short.)
-    pack: a copy in oneDNN's blocked layout too, at half the time of a plain product for 5 to 16 rows; fewer are multiplied
-    in C.
-    """
+    def norm(rms: Any) -> Norm:
+        if gemma:  # kept as what is added to 1, of which 16 bits would leave little
+            return Norm(rms.weight.detach().float() + 1, rms.eps, kernels)
+        weight = rms.weight.detach()
+        return Norm(weight if kernels is None else weight.float(), rms.variance_epsilon, kernels)
 
-    def __init__(self, modules: Sequence[Any], pack: bool) -> None:
-        with torch.no_grad():
-            biases = [module.bias for module in modules if module.bias is not None]
-            assert len(biases) in (0, len(modules)), "some of the joined projections have a bias, and some have none"
-            self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
-            self._weight = _joined(modules, contiguous=pack)
-            self._few = FewRows(self._weight, self._bias) if pack else None
-            if pack:
-                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), _PACKING_HINT)
+    def layer(index: int, block: Any) -> Layer:
+        attention, mlp = block.self_attn, block.mlp
+        heads, kv_heads, head_norm = config.num_attention_heads, config.num_key_value_heads, None
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            each = torch.cat([q.expand(heads, -1), k.expand(kv_heads, -1)])
+            head_norm = Norm(each, attention.q_norm.variance_epsilon)
+        # Mistral's window is the same for all layers and only in the configuration; Llama has none.
+        window = getattr(config if config.model_type == "mistral" else attention, "sliding_window", None)
+        return Layer(
+            index=index,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=attention.head_dim,
+            scores=Scores(attention.scaling, window, attention.attn_logit_softcapping if gemma else None),
+            kernels=kernels,
+            before_attention=norm(block.input_layernorm),
+            qkv=Linear([attention.q_proj, attention.k_proj, attention.v_proj], pack),
+            head_norm=head_norm,
+            out=Linear([attention.o_proj], pack),
+            after_attention=norm(block.post_attention_layernorm) if gemma else None,
+            before_mlp=norm(block.pre_feedforward_layernorm if gemma else block.post_attention_layernorm),
+            gate_up=Linear([mlp.gate_proj, mlp.up_proj], pack),
+            activation=activation,
+            down=Linear([mlp.down_proj], pack),
+            after_mlp=norm(block.post_feedforward_layernorm) if gemma else None,
+        )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._few is None:
-            return F.linear(x, self._weight, self._bias)
-        if len(x) <= FEW_ROWS:
-            return self._few(x)
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return y
-
-
-def _joined(modules: Sequence[Any], contiguous: bool) -> torch.Tensor:
-    """[out, in]; the modules' parameters become views of it, since the module may be built from again. contiguous: also that
-    of a single Conv1D."""
-    weights = [_out_by_in(module) for module in modules]
-    if len(modules) == 1 and (weights[0].is_contiguous() or not contiguous):
-        return weights[0]
-    joined = torch.cat([weight.contiguous() for weight in weights])
-    for module, rows in zip(modules, joined.split([len(w) for w in weights]), strict=True):
-        module.weight = torch.nn.Parameter(rows.t() if _is_conv1d(module) else rows, requires_grad=False)
-    return joined
-
-
-def _out_by_in(module: Any) -> torch.Tensor:
-    """[out, in]; GPT-2's Conv1D keeps its weight the other way round."""
-    weight: torch.Tensor = module.weight.detach()
-    return weight.t() if _is_conv1d(module) else weight
-
-
-def _is_conv1d(module: Any) -> bool:
-    return type(module).__name__ == "Conv1D"
+    layers = [layer(index, block) for index, block in enumerate(body.layers)]
+    softcap = config.final_logit_softcapping if gemma else None
+    return FusedModel(body, layers, norm(body.norm), Linear([module.lm_head], pack), softcap, pack)

@@ -108,18 +108,7 @@ static inline __attribute__((always_inline)) void tile(
             for (int64_t one = o; one < last; one++)                                                              \
                 tile(count, 1, x, weights + one * in, bias ? bias + one : 0, y + one, in, out);
 
-static void some_rows(
-    int rows, int64_t first, int64_t last, const float *x, const number *weights, const float *bias, float *y,
-    int64_t in, int64_t out) {
-    switch (rows) { /* constants, so that the sums stay in registers */
-    case 1: TILES_OF(1) break;
-    case 2: TILES_OF(2) break;
-    case 3: TILES_OF(3) break;
-    default: TILES_OF(4)
-    }
-}
-
-/* y [rows, out] = x [rows, in] times weights [out, in]; bias [out] or NULL. */
+/* y [rows, out] = x [rows, in] times weights [out, in]; bias [out] or NULL; at most ROWS rows. */
 void linear_few(
     const float *x, const number *weights, const float *bias, float *y, int64_t rows, int64_t in, int64_t out,
     int threads) {
@@ -128,9 +117,12 @@ void linear_few(
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t first = 0; first < out; first += block) {
         const int64_t last = first + block < out ? first + block : out;
-        for (int64_t row = 0; row < rows; row += ROWS)
-            some_rows(rows - row < ROWS ? rows - row : ROWS, first, last, x + row * in, weights, bias,
-                      y + row * out, in, out);
+        switch (rows) { /* constants, so that the sums stay in registers */
+        case 1: TILES_OF(1) break;
+        case 2: TILES_OF(2) break;
+        case 3: TILES_OF(3) break;
+        default: TILES_OF(4)
+        }
     }
 }
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from hydra import compose
 
+from pensieve.device import shelf
 from pensieve.errors import PensieveError, RequestFailed
 from pensieve.lab.bench.case import Case, Measured, explain
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.lab.results.frame import measured_turns
-from pensieve.plugins.device import shelf
 from pensieve.sim.roofline import Roofline
 
 OURS, WORST, PEER = "pensieve", "stateless", "transformers_cb"

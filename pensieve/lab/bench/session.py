@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from rich.console import Console
 
+from pensieve.device.shelf import open_shelf
 from pensieve.errors import ConfigError, HardwareMissing, PensieveError
 from pensieve.lab.bench.case import Case, Measured, explain, interleaved, table
 from pensieve.lab.compose.conf import read_option
@@ -27,7 +28,6 @@ from pensieve.lab.results.schema import BENCH
 from pensieve.lab.trial.job import Job, Outcome, Tracking, device_lock, open_tracking
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.terminal import say
-from pensieve.plugins.device.shelf import open_shelf
 from pensieve.units import grid
 
 TARGETS = {

@@ -17,6 +17,7 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import TransformersForward
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.sampler import greedy
+from pensieve.device.shelf import take_model
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.errors import WorkerError
 from pensieve.lab.bench.case import OURS, Case, in_turn, synchronize
@@ -24,7 +25,6 @@ from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.build import torch_options
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.results.frame import served_by
-from pensieve.plugins.device.shelf import take_model
 from pensieve.serve.systems.base import WallClock
 from pensieve.sim.roofline import attended_pairs
 from pensieve.specs import ModelSpec

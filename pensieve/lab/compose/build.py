@@ -13,6 +13,7 @@ from pensieve.core.machine import Clock, CostModel, Worker
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.request import tokens_of
 from pensieve.core.scheduler.scheduler import Composition
+from pensieve.device import shelf
 from pensieve.device.asked import ModelAsked, physical_cores, require
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.conf import outputs_folder
@@ -29,7 +30,6 @@ from pensieve.lab.compose.plan import (
 from pensieve.lab.compose.settings import HardwareConfig, TrialConfig, factory, filled
 from pensieve.lab.workload.base import Workload, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.cache_state import in_state
-from pensieve.plugins.device import shelf
 from pensieve.plugins.engines.base import EngineSetup, OutsideEngine, OutsideSystem
 from pensieve.serve.systems.base import AnsweringSystem, System, WallClock
 from pensieve.serve.tokenizer import ByteTokenizer, ChatTemplate, Tokenizer
@@ -407,7 +407,7 @@ def preflight(plan: TrialPlan) -> tuple[Workload, WorkloadPlan]:
         if plan.config.trial.measure_machine is not None:
             check_measurable(plan)
     if plan.device.divided:
-        from pensieve.plugins.device.sharding import refuse_unsharded  # brings torch
+        from pensieve.device.sharding import refuse_unsharded  # brings torch
 
         refuse_unsharded(plan.model, plan.device.count)
     return build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated))

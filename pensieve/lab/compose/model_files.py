@@ -256,7 +256,7 @@ def convert(source: Path) -> Path:
         if converted(source) is not None:  # another process has made it meanwhile
             return folder
         print(f"Dequantises {source.name} into {folder}: about a minute, once.", file=sys.stderr, flush=True)
-        from pensieve.plugins.device.gguf import dequantise
+        from pensieve.device.weights import dequantise
 
         work = Path(mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
         try:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
+from pensieve.device import shelf
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
 from pensieve.lab.compose.model_files import ModelConfig, folder_architecture, weights_kind
 from pensieve.lab.compose.settings import HardwareConfig, TrialConfig, filled
-from pensieve.plugins.device import shelf
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import Capacity, format_bytes, parse_capacity
 

@@ -13,7 +13,6 @@ from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
 from pensieve.lab.metrics import Slo, metric_of
 from pensieve.lab.results.frame import (
     UNEQUAL_RATE,
-    arranged,
     conversation_means,
     differences,
     field_of,
@@ -183,17 +182,16 @@ def _settings(
     side: str, trials: Sequence[Trial], varying: Sequence[str]
 ) -> dict[Setting, dict[tuple[int, int], Trial]]:
     """The trials of each setting by seed and repeat. Raises MixedPanel where two have one place."""
-    fields = {trial.id: dict(flat(trial.config)) for trial in trials}
     found: dict[Setting, dict[tuple[int, int], Trial]] = {}
-    for panel in arranged(trials, varying, value=lambda trial, field: fields[trial.id].get(field, "")):
-        own = found.setdefault(tuple(panel.group.items()), {})
-        for trial in (trial for cell in panel.cells for trial in cell):
-            other = own.setdefault((trial.seed, trial.repeat), trial)
-            if other.id != trial.id:
-                raise MixedPanel(
-                    f"{side} has trials {other.id} and {trial.id} of the same configuration, seed and repeat, of another "
-                    "code or platform. Narrow it down, for instance by sweep=... or id=..."
-                )
+    for trial in trials:
+        config = dict(flat(trial.config))
+        own = found.setdefault(tuple((field, config.get(field, "")) for field in varying), {})
+        other = own.setdefault((trial.seed, trial.repeat), trial)
+        if other.id != trial.id:
+            raise MixedPanel(
+                f"{side} has trials {other.id} and {trial.id} of the same configuration, seed and repeat, of another "
+                "code or platform. Narrow it down, for instance by sweep=... or id=..."
+            )
     return found
 
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,7 @@ def host() -> str:
 
 def git_commit() -> str | None:
     """Commit of the checkout that this package runs from; None where it was installed otherwise."""
-    commit: str | None = environment()["git"]["commit"]
-    return commit
+    return environment()["git"]["commit"]  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=1)
@@ -83,12 +81,10 @@ def _git(folder: Path) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    try:
+    with suppress(OSError):  # not Linux: the platform module's word is all there is
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux: the platform module's word is all there is
     return platform.processor() or platform.machine()
 
 
@@ -101,10 +97,6 @@ def gpus() -> list[dict[str, Any]]:
     none where the driver's library does not answer."""
     import pynvml as nvml
 
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return []
     told: dict[str, Callable[[Any], Any]] = {
         "name": nvml.nvmlDeviceGetName,
         "uuid": nvml.nvmlDeviceGetUUID,
@@ -118,17 +110,16 @@ def gpus() -> list[dict[str, Any]]:
         "pcie_generation": nvml.nvmlDeviceGetCurrPcieLinkGeneration,
         "pcie_width": nvml.nvmlDeviceGetCurrPcieLinkWidth,
     }
-    try:
-        devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        found: list[dict[str, Any]] = [dict.fromkeys(told) for _ in devices]
-        for (name, question), (device, facts) in product(told.items(), zip(devices, found, strict=True)):
-            with suppress(nvml.NVMLError):
-                facts[name] = question(device)
-        return found
-    except nvml.NVMLError:
-        return []
-    finally:
+    found: list[dict[str, Any]] = []
+    with suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        for device in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
+            found.append(dict.fromkeys(told))
+            for name, question in told.items():
+                with suppress(nvml.NVMLError):
+                    found[-1][name] = question(device)
         nvml.nvmlShutdown()
+    return found
 
 
 # Processes
@@ -144,12 +135,8 @@ class Owner:
 
 
 def this_process() -> Owner:
-    return _owner(os.getpid())
-
-
-@functools.lru_cache(maxsize=2)  # by pid, so that a forked child does not pass for its parent
-def _owner(pid: int) -> Owner:
-    return Owner(host(), pid, datetime.fromtimestamp(psutil.Process(pid).create_time(), UTC))
+    process = psutil.Process()
+    return Owner(host(), process.pid, datetime.fromtimestamp(process.create_time(), UTC))
 
 
 def is_alive(owner: Owner, heartbeat_at: datetime, now: datetime) -> bool:

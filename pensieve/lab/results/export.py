@@ -34,7 +34,7 @@ def export_sweep(store: ResultsStore, sweep_id: int, folder: Path) -> list[Path]
         raise MissingSeries(f"No trial of sweep {sweep_id} is completed; run its command again and export then.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = []
+        written, turns = [], folder / "turns.csv"
         for panel in found.panels():
             for name, trials in panel.trials.items():
                 parts = [name, *(f"{axis}={value}" for axis, value in panel.group.items())]
@@ -42,7 +42,13 @@ def export_sweep(store: ResultsStore, sweep_id: int, folder: Path) -> list[Path]
                 written.append(folder / f"{stem}.json")
                 report = json.dumps(baseline_report(found, trials), indent=2)
                 written[-1].write_text(f"{report}\n", encoding="utf-8")
-        return [*written, _write_turns(store, found.trials, folder / "turns.csv")]
+        with turns.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow([*TRIAL_COLUMNS, *TURN_COLUMNS])
+            for trial in found.trials:
+                head = [trial.id, *(getattr(trial, name) for name in TRIAL_COLUMNS[1:])]
+                writer.writerows([*head, *turn] for turn in store.turns_of(trial.id))
+        return [*written, turns]
     except OSError as error:
         raise ResultsError(
             f"The export cannot be written to {folder} ({error.strerror or error}); name another folder with --to."
@@ -106,17 +112,6 @@ def _edges(turn: Row[Any]) -> Iterable[tuple[float, int]]:
     """+1 when the turn was admitted (or arrived, where the engine does not tell), -1 when it finished."""
     began = turn.admitted_s if turn.admitted_s is not None else turn.intended_s
     return () if began is None or turn.finished_s is None else ((began, 1), (turn.finished_s, -1))
-
-
-def _write_turns(store: ResultsStore, trials: Sequence[Trial], path: Path) -> Path:
-    """Write the turns of one trial after the other, so that memory holds one trial. Units are in the names of the columns."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*TRIAL_COLUMNS, *TURN_COLUMNS])
-        for trial in trials:
-            head = [trial.id, *(getattr(trial, name) for name in TRIAL_COLUMNS[1:])]
-            writer.writerows([*head, *turn] for turn in store.turns_of(trial.id))
-    return path
 
 
 # Lines of text

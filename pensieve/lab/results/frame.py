@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sqlalchemy import BigInteger, Float, Integer, Row
 
@@ -29,8 +29,6 @@ from pensieve.units import in_order
 
 if TYPE_CHECKING:
     import pandas as pd
-
-T = TypeVar("T")
 
 ByConversation = dict[tuple[int, str], list[float]]
 """(seed, "session/repeat") -> values of its turns. An interval counts seeds where there are several, else
@@ -116,22 +114,19 @@ def paired(a: pd.Series[float], b: pd.Series[float]) -> pd.DataFrame:
     return pd.concat([a.rename("a"), b.rename("b")], axis=1, join="inner").sort_index()
 
 
-def grouped(values: pd.Series[float], key: Callable[..., T]) -> dict[T, list[float]]:
-    """The known values in lists by key(seed, repeat, session, turn, iteration)."""
-    known, found = values.dropna(), dict[T, list[float]]()
+def by_conversation(values: pd.Series[float], level: str = "session") -> ByConversation:
+    """The known values. level: of what the key names beside the repeat."""
+    known, found = values.dropna(), ByConversation()
+    of_key = [KEY.index(name) for name in ("seed", level, "repeat")]
     for place, value in zip(known.index.to_list(), known.to_list(), strict=True):
-        found.setdefault(key(*place), []).append(value)
+        seed, name, repeat = (place[at] for at in of_key)
+        found.setdefault((seed, f"{name}/{repeat}"), []).append(value)
     return found
-
-
-def by_conversation(values: pd.Series[float]) -> ByConversation:
-    return grouped(values, lambda seed, repeat, session, *_: (seed, f"{session}/{repeat}"))
 
 
 def by_round(values: pd.Series[float]) -> dict[tuple[int, str], float]:
     """The mean of each round of probes, by (seed, "iteration/repeat")."""
-    rounds = grouped(values, lambda seed, repeat, _session, _turn, iteration: (seed, f"{iteration}/{repeat}"))
-    return {key: fmean(own) for key, own in rounds.items()}
+    return {key: fmean(own) for key, own in by_conversation(values, "iteration").items()}
 
 
 def conversation_means(values: pd.Series[float]) -> dict[tuple[int, str], float]:
@@ -152,6 +147,14 @@ def speed_up(pairs: pd.DataFrame) -> Estimate | None:
     0; None where no conversation has both."""
     a, b = conversation_means(pairs["a"]), conversation_means(pairs["b"])
     return positive_ratio(a, b)
+
+
+def seed_means(values: Mapping[tuple[int, Any], float]) -> dict[int, float]:
+    """The mean over what each seed has."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for (seed, _), value in values.items():
+        found[seed].append(value)
+    return {seed: fmean(own) for seed, own in found.items()}
 
 
 def positive_ratio(a: Mapping[tuple[int, Any], float], b: Mapping[tuple[int, Any], float]) -> Estimate | None:
@@ -209,12 +212,21 @@ class Frame:
         baseline and place; a cell without a completed trial is left out, and named.
         """
         names = self.baselines()
-        begun = sorted(
-            (job for job in self.jobs if job.last.baseline in names), key=lambda job: names.index(job.last.baseline)
-        )
-        every = [job.trial or job.last for job in begun]
+        every = [job.trial or job.last for job in self.jobs if job.last.baseline in names]
+        every.sort(key=lambda trial: names.index(trial.baseline))
         axes = [axis for axis in varying_axes(self.sweep.overrides, every) if axis not in along]
-        return arranged(every, axes, along)
+        found: dict[tuple[str, ...], dict[tuple[str, ...], list[Trial]]] = {}
+        for trial in every:
+            group, at = (tuple(axis_value(trial, axis) for axis in some) for some in (axes, along))
+            cell = found.setdefault(group, {}).setdefault((trial.baseline, *at), [])
+            cell += [trial] if trial.status == "completed" else []
+        panels = []
+        for group, own in found.items():
+            cells = [Cell(name, dict(zip(along, at, strict=True)), trials) for (name, *at), trials in own.items()]
+            gone = [f"{one.baseline}{f' ({_in_words(one.at)})' if one.at else ''}" for one in cells if not one.trials]
+            if done := [one for one in cells if one.trials]:
+                panels.append(Panel(dict(zip(axes, group, strict=True)), done, gone))
+        return panels
 
     def turns(self, trials: Iterable[Trial], measured: bool = True) -> pd.DataFrame:
         """As turn_frame gives them; empty without trials."""
@@ -249,10 +261,7 @@ class Frame:
 
     def by_seed(self, trials: Iterable[Trial], name: str) -> dict[int, float]:
         """The mean of a metric over the trials of each seed."""
-        values: dict[int, list[float]] = defaultdict(list)
-        for (seed, _), value in self.metrics(trials, name).items():
-            values[seed].append(value)
-        return {seed: fmean(own) for seed, own in values.items()}
+        return seed_means(self.metrics(trials, name))
 
     def completed_turns(self, trials: Iterable[Trial]) -> int:
         return sum(int(self.metric(trial, "turns", "completed") or 0) for trial in trials)
@@ -319,28 +328,6 @@ class Panel:
     def place(self, baseline: str) -> str:
         """Of one of its baselines: "pensieve (eviction=lru)"."""
         return f"{baseline} ({self.text})" if self.group else baseline
-
-
-def arranged(
-    trials: Iterable[Trial],
-    axes: Sequence[str],
-    along: Sequence[str] = (),
-    value: Callable[[Trial, str], str] | None = None,
-) -> Sequence[Panel]:
-    """The trials in panels by their values of `axes`, in cells by baseline and their values `along`. Only completed ones are
-    shown. value: what a trial has on an axis; by default axis_value."""
-    found: dict[tuple[str, ...], dict[tuple[str, ...], list[Trial]]] = {}
-    for trial in trials:
-        group, place = (tuple((value or axis_value)(trial, axis) for axis in some) for some in (axes, along))
-        cell = found.setdefault(group, {}).setdefault((trial.baseline, *place), [])
-        cell += [trial] if trial.status == "completed" else []
-    panels = []
-    for group, own in found.items():
-        every = [Cell(name, dict(zip(along, at, strict=True)), cell) for (name, *at), cell in own.items()]
-        gone = [f"{one.baseline}{f' ({_in_words(one.at)})' if one.at else ''}" for one in every if not one.trials]
-        if cells := [one for one in every if one.trials]:
-            panels.append(Panel(dict(zip(axes, group, strict=True)), cells, gone))
-    return panels
 
 
 def _in_words(at: Mapping[str, str]) -> str:
@@ -421,15 +408,12 @@ def text_of(value: Any) -> str:
 
 
 def leaves(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted field, value) of a configuration, without Hydra's own; an empty group is a value."""
+    """(dotted field, value) of a configuration; an empty group is a value."""
     for key, value in node.items():
-        name = f"{above}{key}"
-        if name == "hydra":
-            continue
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{name}.")
+            yield from leaves(value, f"{above}{key}.")
         else:
-            yield name, value
+            yield f"{above}{key}", value
 
 
 def flat(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -449,8 +433,7 @@ def varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     """Of the sweep's overrides, those that took more than one value, in the order given (outermost first); seed, repeat
     and baseline, which never tell groups apart, aside. A swept overlay (experiment, replay) is no field of a trial: the
     options that it chose stand for it."""
-    keys = [key.lstrip("+") for key in overrides if not key.lstrip("+").startswith("slo.")]
-    axes = [key for key in keys if key not in _WITHIN_A_GROUP and key.split(".")[0].split("/")[0] != "hydra"]
+    axes = [key for key in _of_trials(overrides) if not key.startswith("slo.") and key not in _WITHIN_A_GROUP]
     if any("." not in axis and axis in _OVERLAYS for axis in swept_axes(overrides)):
         axes += [option for option in _OPTIONS if option not in axes]
     return [axis for axis in axes if len({axis_value(trial, axis) for trial in trials}) > 1]
@@ -458,10 +441,14 @@ def varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[
 
 def swept_axes(overrides: Mapping[str, Any]) -> list[str]:
     """The overrides that have several values, in the order given (outermost first), before any trial has run."""
-    several = [
-        key.lstrip("+") for key, value in overrides.items() if len(listed_values(value) or str(value).split(",")) > 1
-    ]
-    return [key for key in several if key.split(".")[0].split("/")[0] != "hydra"]
+    every = _of_trials(overrides).items()
+    return [key for key, value in every if len(listed_values(value) or str(value).split(",")) > 1]
+
+
+def _of_trials(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Without Hydra's own."""
+    named = ((key.lstrip("+"), value) for key, value in overrides.items())
+    return {key: value for key, value in named if not key.startswith(("hydra.", "hydra/"))}
 
 
 def listed_values(value: Any) -> list[str]:

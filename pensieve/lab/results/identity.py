@@ -229,7 +229,7 @@ NOT_CODE = (
 )
 """Files and folders of the package that cannot change a measurement: they record it, show it, or guard its process."""
 
-NOT_SIMULATED = ("plugins/replicas/", "plugins/device/", "device/", "compiler.py")
+NOT_SIMULATED = ("plugins/replicas/", "device/", "compiler.py")
 """What a trial on simulated hardware does not use."""
 
 NAMES_CODE = ("_target_", "composition")

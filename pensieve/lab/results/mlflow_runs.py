@@ -5,8 +5,6 @@ after its sweep, and by `pensieve mlflow sync`. mlflow is imported when somethin
 failure of MLflow never fails a trial: it is one sentence in the log, and the database is complete without the copy.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -17,7 +15,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock
 from sqlalchemy import select, union
@@ -27,9 +25,7 @@ from pensieve.lab.metrics import Slo
 from pensieve.lab.results.frame import axis_value, flat, swept_axes
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.lab.results.store import ResultsStore, figures_folder, report_file, slo_of
-
-if TYPE_CHECKING:
-    from pensieve.lab.results.sweep_table import SweepTable
+from pensieve.lab.results.sweep_table import sweep_table
 
 DATABASE_NAME = "mlflow.db"
 URL_ENV = "PENSIEVE_MLFLOW_URL"
@@ -53,8 +49,8 @@ def client_of(outputs: Path) -> Any:
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
-    for name, level in (("mlflow", "WARNING"), ("alembic", "WARNING"), ("mlflow.utils.validation", "ERROR")):
-        logging.getLogger(name).setLevel(level)
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel("ERROR")
     # MLflow logs its database's traceback before it raises it. Whoever configures logging would set a level back.
     logging.getLogger("mlflow.store.db.utils").filters = [lambda _: False]
     local = f"sqlite:///{outputs.absolute() / DATABASE_NAME}?timeout=30"  # parallel trials wait for each other
@@ -67,11 +63,11 @@ def _told() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        say_not_logged(next(iter(str(error).strip().splitlines()), type(error).__name__))
+        _say_not_logged(str(error).strip().partition("\n")[0] or type(error).__name__)
 
 
 @cache  # a sweep meets the same full disk at each trial
-def say_not_logged(reason: str) -> None:
+def _say_not_logged(reason: str) -> None:
     logging.getLogger(__name__).warning(
         "Nothing was logged to MLflow (%s); the results database is complete without it.", reason
     )
@@ -79,15 +75,13 @@ def say_not_logged(reason: str) -> None:
 
 @_told()
 def copy_sweep(
-    outputs: Path, store: ResultsStore, sweep_id: int, table: SweepTable | None = None, figures: bool = True
+    outputs: Path, store: ResultsStore, sweep_id: int, table: str | None = None, figures: bool = True
 ) -> int | None:
     """Log a sweep as a parent run with its figures and report, and as its children the trials that have ended: what each job
     shows, and its last attempt. A sweep that has ended closes its run with its table. Returns how many trials were missing.
 
-    table: where the caller has it. figures: False: they are being drawn, and are copied later.
+    table: as text, where the caller has it. figures: False: they are being drawn, and are copied later.
     """
-    from pensieve.lab.results.sweep_table import sweep_table
-
     sweep, jobs = store.sweep(sweep_id), store.trials_of_sweep(sweep_id)
     trials = {trial.id: (trial, job.reused) for job in jobs for trial in (job.trial, job.last) if trial is not None}
     axes = [axis for axis in swept_axes(sweep.overrides) if axis not in ("seed", "repeat")]
@@ -104,7 +98,7 @@ def copy_sweep(
         if (report := report_file(outputs, sweep_id)).is_file():
             client.log_text(parent, report.read_text(encoding="utf-8"), "report.html")
         if sweep.status != "running":
-            client.log_text(parent, (table or sweep_table(store, sweep_id)).text(), "comparison.txt")
+            client.log_text(parent, table or sweep_table(store, sweep_id).text(), "comparison.txt")
             client.set_terminated(parent, _RUN_STATUS[sweep.status], _milliseconds(sweep.finished_at))
     return missing
 
@@ -120,15 +114,14 @@ def copy_trial(outputs: Path, store: ResultsStore, trial_id: int) -> int | None:
 def sync_mlflow(outputs: Path, store: ResultsStore) -> int:
     """Log what MLflow lacks, all of it where its store was moved away: every sweep with its trials, and every other trial.
     Returns how many trials were written. Raises ResultsError where MLflow lacks some after all others were written."""
-    store.interrupt_dead()
     of_sweeps = union(select(SweepTrial.trial_id), select(sweep_result.c.trial_id))
     with store.database.reading() as connection:
         sweeps = connection.scalars(select(Sweep.id).order_by(Sweep.id)).all()
         alone = connection.scalars(select(Trial.id).where(Trial.id.not_in(of_sweeps)).order_by(Trial.id)).all()
     written = {f"sweep {one}": copy_sweep(outputs, store, one) for one in sweeps}
     written |= {f"trial {one}": copy_trial(outputs, store, one) for one in alone}
-    count, failed = sum(one or 0 for one in written.values()), [name for name, one in written.items() if one is None]
-    if failed:
+    count = sum(one or 0 for one in written.values())
+    if failed := [name for name, one in written.items() if one is None]:
         raise ResultsError(
             f"{count} trials were written to MLflow, but not {', '.join(failed)}. Mend it and run the same command again."
         )
@@ -141,13 +134,13 @@ def _experiment(outputs: Path, name: str) -> Iterator[tuple[Any, str]]:
     with FileLock(outputs / f"{DATABASE_NAME}.lock", timeout=120):
         client = client_of(outputs)
         if (found := client.get_experiment_by_name(name)) is not None:
-            yield client, str(found.experiment_id)
+            yield client, found.experiment_id
             return
         location = None if os.environ.get(URL_ENV) else (outputs.absolute() / "mlartifacts").as_uri()
         kind = {
             "mlflow.experimentKind": "custom_model_development"
         }  # else its page begins with an empty page of traces
-        yield client, str(client.create_experiment(name, artifact_location=location, tags=kind))
+        yield client, client.create_experiment(name, artifact_location=location, tags=kind)
 
 
 def _run(

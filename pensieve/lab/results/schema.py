@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -67,35 +67,14 @@ class UtcTime(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        assert value.tzinfo is not None, "a moment without a time zone"
-        utc = value.astimezone(UTC)
-        return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
+        return value and value.astimezone(UTC).replace(tzinfo=None if dialect.name == "sqlite" else UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+        return value and (value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC))
 
 
 class Base(DeclarativeBase):
-    # Every constraint has a name, so that a later migration can alter it on any database.
-    metadata = MetaData(
-        naming_convention={
-            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-            "ck": "ck_%(table_name)s_%(constraint_name)s",
-            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
-            "pk": "pk_%(table_name)s",
-        }
-    )
-    type_annotation_map = {  # noqa: RUF012  SQLAlchemy reads it from the class
-        str: Text(),
-        datetime: UtcTime(),
-        dict[str, Any]: JSON(),
-        list[int]: JSON(),
-    }
+    type_annotation_map = {str: Text(), datetime: UtcTime(), dict[str, Any]: JSON(), list[int]: JSON()}  # noqa: RUF012
 
 
 version_table = Table(VERSION_TABLE, Base.metadata, Column("version_num", Text, primary_key=True))
@@ -332,7 +311,6 @@ def _create_views(target: MetaData, connection: Connection, **_: Any) -> None:
 # Opening one
 
 BUSY_TIMEOUT_S = 30
-SCHEMA_LOCK_TIMEOUT_S = 60
 _MAGIC = b"SQLite format 3\0"
 _NO_DATABASE = "is damaged, or is no SQLite database; move it away and run again. It was left as it is."
 _WRITER_KEY = 0x70656E73  # a PostgreSQL advisory lock: any number will do, as long as all of us take the same
@@ -342,10 +320,8 @@ _SENTENCES = (  # part of the driver's message -> what it means, and what to do
     ("malformed", "is damaged; move it away, or recover it with `sqlite3 FILE .recover`. It was left as it is."),
     ("readonly", "cannot be written; give this user write permission, or set PENSIEVE_OUTPUTS to another folder."),
     ("disk is full", "cannot grow: the disk is full. Free some space, or set PENSIEVE_OUTPUTS to another disk."),
-    ("disk i/o error", "cannot be written or read: the disk reports an error or is full. Check it with `df -h`."),
     ("unable to open", "cannot be opened; check that its folder exists and that this user may write to it."),
     ("locked", f"stayed locked by another process for {BUSY_TIMEOUT_S} s; end what holds it, then run again."),
-    ("no such table", "lacks a table of this version of Pensieve; move it away and run again."),
 )
 
 
@@ -459,25 +435,14 @@ class Database:
         if self._found_version() == SCHEMA_VERSION:
             with self.writing():  # a database that cannot be written says so now, not after the trial
                 return
-        try:
-            with FileLock(f"{self.path}.lock", timeout=SCHEMA_LOCK_TIMEOUT_S) if self.path else nullcontext():
-                if self.path is not None:  # not inside a transaction
-                    with self._sentences(), self.engine.connect() as connection:
-                        connection.connection.driver_connection.execute("PRAGMA journal_mode=WAL")  # type: ignore[union-attr]
-                with self.writing() as connection:
-                    if _version(connection) is None:  # another process may have been faster
-                        Base.metadata.create_all(connection)
-                        connection.execute(insert(version_table).values(version_num=SCHEMA_VERSION))
-        except Timeout:
-            raise ResultsError(
-                f"Another process has been creating {self.shown} for {SCHEMA_LOCK_TIMEOUT_S} s; "
-                f"if none is running, delete {self.path}.lock and run again."
-            ) from None
-        except OSError as error:
-            raise ResultsError(
-                f"The results database {self.shown} cannot be created ({error.strerror or error}); give this user write "
-                "permission on its folder, or set PENSIEVE_OUTPUTS to another folder."
-            ) from None
+        with FileLock(f"{self.path}.lock") if self.path else nullcontext():
+            if self.path is not None:  # not inside a transaction
+                with self._sentences(), self.engine.connect() as connection:
+                    connection.connection.driver_connection.execute("PRAGMA journal_mode=WAL")  # type: ignore[union-attr]
+            with self.writing() as connection:
+                if _version(connection) is None:  # another process may have been faster
+                    Base.metadata.create_all(connection)
+                    connection.execute(insert(version_table).values(version_num=SCHEMA_VERSION))
 
     def _found_version(self) -> str | None:
         """The schema's version, None where there is no schema yet. Raises ResultsError where it is someone else's."""
@@ -504,8 +469,6 @@ def check_sqlite_file(path: Path, create: bool = True) -> None:
 
     create: a missing (or empty) file is fine, since it will be made. Raises ResultsError.
     """
-    if not path.parent.is_dir():
-        raise ResultsError(f"The folder {path.parent} of the results database does not exist; create it first.")
     if not path.exists() or path.stat().st_size == 0:
         if create:
             return

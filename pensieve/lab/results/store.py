@@ -95,14 +95,6 @@ class JobResult:
         return metric.value if metric else None
 
 
-class SweepProgress(NamedTuple):
-    """ended: jobs whose trial has ended. ran: those of them that ended since the sweep was started, elapsed_s ago."""
-
-    ended: int
-    ran: int
-    elapsed_s: float
-
-
 class ResultsStore:
     """Every method is one transaction, so that a reader never meets half a batch. Safe to use from several threads.
 
@@ -184,16 +176,16 @@ class ResultsStore:
             raise ResultsError("No sweep has a completed trial yet; python runners/run.py -m makes one.")
         return found
 
-    def progress_of(self, sweep_id: int) -> SweepProgress:
-        """How far a sweep is: its jobs whose trial has ended, those of them that ran since it was started, and for how long
-        that has been."""
+    def progress_of(self, sweep_id: int) -> tuple[int, float | None]:
+        """How many jobs of a sweep have a trial that has ended, and the seconds that each took of those that ended since the
+        sweep was started; None: none did."""
         started = self.sweep(sweep_id).started_at
         query = select(Trial.finished_at).join(SweepTrial, SweepTrial.trial_id == Trial.id)
         query = query.where(SweepTrial.sweep_id == sweep_id, Trial.finished_at.is_not(None))
         with self._session() as session:
             ends = list(session.scalars(query))
         ran = sum(end is not None and end >= started for end in ends)
-        return SweepProgress(len(ends), ran, (_now() - started).total_seconds())
+        return len(ends), (_now() - started).total_seconds() / ran if ran else None
 
     def link(self, sweep_id: int, trial_id: int, job: int, reused: bool) -> bool:
         """Record the trial as the one of this job of the sweep, in place of an earlier one.
@@ -265,10 +257,7 @@ class ResultsStore:
 
     def heartbeat(self, trial_id: int) -> None:
         """Record that the trial is alive. Call it more often than environment.HEARTBEAT_LIMIT."""
-        with self.database.writing() as connection:
-            connection.execute(
-                update(Trial).where(Trial.id == trial_id, Trial.status == "running").values(heartbeat_at=_now())
-            )
+        self.set_trial(trial_id, heartbeat_at=_now())
 
     def interrupt_dead(self) -> int:
         """Mark running trials and sweeps whose process is gone as interrupted; returns how many trials there were.
@@ -305,12 +294,9 @@ class ResultsStore:
 
     def close_trial_of(self, pid: int, error: str, traceback: str | None, status: str = "failed") -> int | None:
         """Mark the running trial of a process of this host as failed, or as `status`; returns its id, None if it had none."""
-        with self.database.writing() as connection:
-            which = (Trial.pid == pid) & (Trial.host == host()) & (Trial.status == "running")
-            found = connection.scalar(select(Trial.id).where(which))
-            if found is not None:
-                ended = {"status": status, "error": error, "traceback": traceback, "finished_at": _now()}
-                connection.execute(update(Trial).where(Trial.id == found).values(**ended))
+        of_process = (Trial.pid == pid) & (Trial.host == host()) & (Trial.status == "running")
+        if (found := self._one(select(Trial.id).where(of_process))) is not None:
+            self.finish_trial(found, status, error, traceback)
         return found
 
     def add_turns(self, trial_id: int, turns: Iterable[TurnRecord]) -> None:
@@ -422,7 +408,7 @@ class ResultsStore:
         if slo == Slo() or trial.measure_start_s is None or trial.measure_end_s is None:
             return []
         key = (trial.id, slo)
-        if key not in self._under or trial.status != "completed":
+        if key not in self._under:
             turns = Turns.of(TurnRecord(**row._mapping) for row in self.turns_of(trial.id))
             self._under[key] = slo_metrics(turns, trial.measure_start_s, trial.measure_end_s, slo)
         return self._under[key]
@@ -472,8 +458,6 @@ def open_store(outputs: Path, url: str | None = None, create: bool = True) -> Re
                 "set PENSIEVE_OUTPUTS to a folder that this user may write to."
             ) from None
     if url is None:
-        if not create and not outputs.is_dir():
-            raise ResultsError(f"There are no results in {outputs} yet; run `{typed('run')} -m` first.")
         url = URL.create("sqlite", database=str(outputs.absolute() / DATABASE_NAME)).render_as_string()
     return ResultsStore(url, root=outputs, create=create)
 

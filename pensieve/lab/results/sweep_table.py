@@ -1,13 +1,13 @@
 """A sweep as a headline, one table, and notes by their codes. What it found is a comparison a row, and a sentence of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from itertools import groupby
+from math import inf
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -34,9 +34,6 @@ from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import TokenComparison, compare_tokens
 from pensieve.lab.statistics import Estimate
 from pensieve.units import NONE, grid, percent, three_digits
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 LAST_TTFT = "TTFT at the last turn"
 TOKEN_LATENCY = "Latency a token"
@@ -101,53 +98,27 @@ class Finding:
         return f"{value:.1f}×" if value >= 10 else f"{value:.2f}×"
 
 
-def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> Estimate | None:
-    """How many times a is of b, by frame.KEY, at the last turn of each conversation that both measured; see speed_up."""
-    return speed_up(conversation_ends(paired(a, b), last=True))
-
-
 def findings(found: Frame, panels: Sequence[Panel]) -> list[Finding]:
     """Everything that a sweep compares. Where Pensieve ran beside others: its TTFT at the last turn. Where others ran without
     it: the latency a token beside the lowest. Where eviction policies were swept: the history that the paper's recomputes.
     Baselines that completed under half of their turns are left out."""
     with_ours = any(OURS in panel.trials and len(panel.trials) > 1 for panel in panels)
-    latencies = [
-        one for panel in panels for one in (_beside_ours(found, panel) if with_ours else _beside_lowest(found, panel))
-    ]
+    latencies = [one for panel in panels for one in _latencies(found, panel, with_ours)]
     return [*latencies, *_beside_the_papers_policy(found, panels)]
 
 
-def _beside_ours(found: Frame, panel: Panel) -> list[Finding]:
+def _latencies(found: Frame, panel: Panel, with_ours: bool) -> Iterator[Finding]:
+    quantity, column = (LAST_TTFT, "ttft_ms") if with_ours else (TOKEN_LATENCY, "normalized_latency_ms")
     lost = found.mostly_lost(panel)
-    if OURS not in panel.trials or OURS in lost:
-        return []
-    ours = values_of(found.turns(panel.trials[OURS]), "ttft_ms")
-    others = sorted((name for name in panel.trials if name != OURS), key=lambda name: name != REFERENCE)
-    made = []
-    for name in others:
-        ratio = last_turn_ratio(values_of(found.turns(panel.trials[name]), "ttft_ms"), ours)
-        if name not in lost and ratio is not None:
-            made.append(Finding(LAST_TTFT, panel.group, OURS, name, ratio))
-    return made
-
-
-def _beside_lowest(found: Frame, panel: Panel) -> list[Finding]:
-    lost = found.mostly_lost(panel)
-    read = Frame(found.store, found.sweep.id, "latency_ms", "output_tokens")
-    values = {
-        name: values_of(read.turns(trials), "normalized_latency_ms")
-        for name, trials in panel.trials.items()
-        if name not in lost
-    }
+    values = {name: values_of(found.turns(trials), column) for name, trials in panel.trials.items() if name not in lost}
     level = {name: _geometric_mean(conversation_means(own).values()) for name, own in values.items()}
-    known = {name: value for name, value in level.items() if value is not None}
-    lowest = min(known, key=known.__getitem__, default=None)
-    return [
-        Finding(TOKEN_LATENCY, panel.group, lowest, name, ratio)
-        for name in known
-        if lowest is not None and name != lowest
-        and (ratio := speed_up(paired(values[name], values[lowest]))) is not None
-    ]  # fmt: skip
+    of = OURS if with_ours else min(level, key=lambda name: level[name] or inf, default="")
+    for name in sorted(values.keys() - {of}, key=lambda name: (name != REFERENCE, list(values).index(name))):
+        if of in values:
+            pairs = paired(values[name], values[of])
+            ratio = speed_up(conversation_ends(pairs, last=True) if with_ours else pairs)
+            if ratio is not None:
+                yield Finding(quantity, panel.group, of, name, ratio)
 
 
 def _beside_the_papers_policy(found: Frame, panels: Sequence[Panel]) -> list[Finding]:
@@ -197,10 +168,8 @@ def _over_settings(own: Sequence[Finding]) -> str:
 
 # The table
 
-_MEANS = (
-    "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "throughput_output_tok_s",
-    "gpu_hit_rate", "cpu_hit_rate", "disk_hit_rate", "miss_rate", "bound_hit_rate",
-)  # fmt: skip
+_OWN = "1"
+_BOUND = "bound\n%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +190,7 @@ class OutputCheck:
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One baseline in one group. metrics: means over its trials; bound_hit_rate is None for a server that stores nothing.
+    """One baseline in one group. cells: by head, of means over its trials.
 
     ttft_last_ms: of each conversation's own last turn, the geometric mean over seeds, repeats and conversations. The ratio of
     two baselines' last turns is so the quotient of their numbers, where both measured the same conversations.
@@ -230,11 +199,10 @@ class SweepRow:
 
     group: Mapping[str, str]
     baseline: str
-    trials: int
-    metrics: Mapping[str, float | None]
     ttft_last_ms: float | None
     beside_ours: Estimate | None
     outputs: OutputCheck | None
+    cells: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,11 +222,6 @@ class SweepTable:
         return [*([self.headline] if self.headline else []), *above]
 
     @property
-    def codes(self) -> list[str]:
-        """Of the notes that qualify its numbers."""
-        return list(dict.fromkeys(note.code for note in self.notes if note.code in QUALIFY))
-
-    @property
     def renderable(self) -> RenderableType:
         """For a rich console of 100 columns or more."""
         parts: list[RenderableType] = [Text(answer) for answer in self.answers]
@@ -269,7 +232,7 @@ class SweepTable:
                 parts.append(_table(group, list(rows)))
         if not self.rows:
             parts.append(Text("No trial of this sweep is completed."))
-        codes = self.codes
+        codes = list(dict.fromkeys(note.code for note in self.notes if note.code in QUALIFY))
         told = f"{len(codes)} note{'s' * (len(codes) != 1)}{': ' if codes else ''}{', '.join(codes)}"
         parts.append(Text(f"{told} ({typed('results')} notes {self.sweep.id})"))
         return Group(*parts)
@@ -302,7 +265,7 @@ class SweepTable:
 
 def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
-    found = Frame(store, sweep_id, *NOTE_COLUMNS, *GAP_COLUMNS)
+    found = Frame(store, sweep_id, *NOTE_COLUMNS, *GAP_COLUMNS, "latency_ms", "output_tokens")
     panels = found.panels()
     made = findings(found, panels)
     rows = [_row(found, panel, name, made) for panel in panels for name in panel.trials]
@@ -313,21 +276,28 @@ def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
 def _row(found: Frame, panel: Panel, baseline: str, made: Sequence[Finding]) -> SweepRow:
     trials = panel.trials[baseline]
     ttft = values_of(found.turns(trials), "ttft_ms").sort_index()
+    last_ms = _geometric_mean(ttft.groupby(level=CONVERSATION).last())
     reference = REFERENCE if REFERENCE in panel.trials else next(iter(panel.trials))
     beside = (f.found for f in made if f.quantity == LAST_TTFT and (f.at, f.other) == (panel.group, baseline))
-    means = {name: found.mean(trials, name) for name in _MEANS}
-    if baseline == REFERENCE:
-        means["bound_hit_rate"] = None
+    ratio, mean = next(beside, None), partial(found.mean, trials)
     outputs = _check_outputs(found.store, reference, panel.trials[reference], trials) if baseline != reference else None
-    return SweepRow(
-        group=panel.group,
-        baseline=baseline,
-        trials=len(trials),
-        metrics=means,
-        ttft_last_ms=_geometric_mean(ttft.groupby(level=CONVERSATION).last()),
-        beside_ours=next(beside, None),
-        outputs=outputs,
-    )
+    cells = {
+        "\nn": str(len(trials)),
+        "TTFT ms\np50": three_digits(mean("ttft_ms_p50")),
+        "\np99": three_digits(mean("ttft_ms_p99")),
+        "last\nturn": three_digits(last_ms),
+        "last turn,\n× pensieve (CI)": _OWN if baseline == OURS else _ratio(ratio),
+        "ITL ms\np50": three_digits(mean("itl_ms_p50")),
+        " \np99": three_digits(mean("itl_ms_p99")),
+        "out\ntok/s": three_digits(mean("throughput_output_tok_s")),
+        "GPU\nhit %": percent(mean("gpu_hit_rate")),
+        "CPU\nhit %": percent(mean("cpu_hit_rate")),
+        "disk\nhit %": percent(mean("disk_hit_rate") or None),
+        "miss\n%": percent(mean("miss_rate")),
+        _BOUND: NONE if baseline == REFERENCE else percent(mean("bound_hit_rate")),
+        "\noutputs": _outputs(outputs),
+    }
+    return SweepRow(panel.group, baseline, last_ms, ratio, outputs, cells)
 
 
 def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial], ours: Sequence[Trial]) -> OutputCheck:
@@ -365,9 +335,9 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
 
 def cells_of(rows: Sequence[SweepRow], bound: bool = False) -> list[dict[str, str]]:
     """By head, without columns in which no row has a value. bound: with that of each row."""
-    columns = {head: [cell(row) for row in rows] for head, cell in _COLUMNS.items() if bound or head != _BOUND}
-    shown = {head: cells for head, cells in columns.items() if any(one not in (NONE, _OWN) for one in cells)}
-    return [{head: cells[place] for head, cells in shown.items()} for place in range(len(rows))]
+    every = [head for head in rows[0].cells if bound or head != _BOUND] if rows else []
+    shown = [head for head in every if any(row.cells[head] not in (NONE, _OWN) for row in rows)]
+    return [{head: row.cells[head] for head in shown} for row in rows]
 
 
 def _outputs(check: OutputCheck | None) -> str:
@@ -398,42 +368,10 @@ def _notes_on_outputs(rows: Sequence[SweepRow]) -> Iterator[Note]:
         yield Note("outputs_not_compared", tuple(sorted(problems)))
 
 
-_OWN = "1"
-_BOUND = "bound\n%"
-
-
-def _ratio(row: SweepRow) -> str:
-    found = row.beside_ours
+def _ratio(found: Estimate | None) -> str:
     if found is None:
-        return _OWN if row.baseline == OURS else NONE
+        return NONE
     if found.ci_low is None or found.ci_high is None:
         return f"{found.value:.2f}, n = {found.independent}"
     digits = 2 if found.ci_high < 10 else 1
     return f"{found.value:.{digits}f} ({found.ci_low:.{digits}f}–{found.ci_high:.{digits}f})"
-
-
-def _digits(name: str) -> Callable[[SweepRow], str]:
-    return lambda row: three_digits(row.metrics[name])
-
-
-def _percent(name: str) -> Callable[[SweepRow], str]:
-    return lambda row: percent(row.metrics[name])
-
-
-_COLUMNS: Mapping[str, Callable[[SweepRow], str]] = {
-    "\nn": lambda row: str(row.trials),
-    "TTFT ms\np50": _digits("ttft_ms_p50"),
-    "\np99": _digits("ttft_ms_p99"),
-    "last\nturn": lambda row: three_digits(row.ttft_last_ms),
-    "last turn,\n× pensieve (CI)": _ratio,
-    "ITL ms\np50": _digits("itl_ms_p50"),
-    " \np99": _digits("itl_ms_p99"),
-    "out\ntok/s": _digits("throughput_output_tok_s"),
-    "GPU\nhit %": _percent("gpu_hit_rate"),
-    "CPU\nhit %": _percent("cpu_hit_rate"),
-    "disk\nhit %": lambda row: percent(row.metrics["disk_hit_rate"] or None),
-    "miss\n%": _percent("miss_rate"),
-    _BOUND: _percent("bound_hit_rate"),
-    "\noutputs": lambda row: _outputs(row.outputs),
-}
-"""Head -> what a row has there."""

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pensieve.core.machine import Clock, Worker
 from pensieve.core.request import Length, Request
+from pensieve.device.shelf import open_shelf
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.build import build_system, check_free_memory, check_measurable, clock_and_worker
 from pensieve.lab.compose.conf import outputs_folder, read_option
@@ -31,7 +32,6 @@ from pensieve.lab.statistics import median
 from pensieve.lab.trial.job import device_lock
 from pensieve.lab.trial.samples import Neighbours
 from pensieve.lab.trial.terminal import say
-from pensieve.plugins.device.shelf import open_shelf
 from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of
 from pensieve.sim.machine_profile import Grid, MachineProfile

@@ -1,7 +1,7 @@
 """Run one trial unless the database holds it: build the system, replay the workload, measure, record.
 
 A trial in a process of its own may crash alone, by a native crash or by the out-of-memory killer. Trials of a sweep may
-follow each other in one such process, which keeps the model (pensieve.plugins.device.shelf). A trial that does not complete
+follow each other in one such process, which keeps the model (pensieve.device.shelf). A trial that does not complete
 ends its process, and the next one gets a new one.
 """
 
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pensieve.core.plan import StartReport
+from pensieve.device import shelf
 from pensieve.errors import (
     ConfigError,
     EngineMissing,
@@ -92,7 +93,6 @@ from pensieve.lab.trial.terminal import (
 )
 from pensieve.lab.workload.base import OfRealRun, Workload, WorkloadPlan
 from pensieve.lab.workload.cache_state import check_start, contamination, unverified
-from pensieve.plugins.device import shelf
 from pensieve.plugins.engines import process as processes
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import System

@@ -30,6 +30,7 @@ from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from pensieve.device import shelf
 from pensieve.errors import ConfigError, in_checkout
 from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.conf import conf_folder
@@ -56,7 +57,6 @@ from pensieve.lab.trial.terminal import (
     ends_interrupted,
     say,
 )
-from pensieve.plugins.device import shelf
 from pensieve.units import NONE, duration, grid
 
 log = logging.getLogger(__name__)
@@ -135,12 +135,11 @@ class OpenSweep:
 
     def _time_left(self, store: ResultsStore) -> str:
         """ "; 3 of 18 trials done, about 12 min left", by what those that this sweep ran have taken together."""
-        progress = store.progress_of(self.sweep_id)
-        waiting = self.n_expected - progress.ended
-        if waiting <= 0 or not progress.ran:
+        ended, each_s = store.progress_of(self.sweep_id)
+        if ended >= self.n_expected or each_s is None:
             return ""
-        left_s = progress.elapsed_s / progress.ran * waiting
-        return f"; {progress.ended} of {self.n_expected} trials done, about {duration(left_s)} left"
+        left_s = each_s * (self.n_expected - ended)
+        return f"; {ended} of {self.n_expected} trials done, about {duration(left_s)} left"
 
     def finish(self) -> bool:
         """After the jobs: table, MLflow, figures. Returns whether every trial completed."""
@@ -159,11 +158,11 @@ class OpenSweep:
             except BrokenPipeError:
                 discard_output()  # the sweep is still to be copied, and its status to be returned
             if tracking.mlflow:
-                copy_sweep(tracking.outputs, store, self.sweep_id, table, figures=False)
+                copy_sweep(tracking.outputs, store, self.sweep_id, table.text(), figures=False)
             paths = figures()
         print_figures(paths)
         if tracking.mlflow and paths:
-            copy_sweep(tracking.outputs, store, self.sweep_id, table)
+            copy_sweep(tracking.outputs, store, self.sweep_id, table.text())
         return completed
 
 
@@ -311,6 +310,8 @@ def _copying(asked: TrackingConfig, tracking: Tracking) -> Iterator[Callable[[in
     def copied(trial_id: int) -> None:
         ours.send(trial_id)
         beside.join()
+        if beside.exitcode:  # it was killed
+            copy_trial(tracking.outputs, tracking.store, trial_id)
 
     try:
         yield copied

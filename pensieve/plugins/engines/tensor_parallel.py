@@ -217,8 +217,8 @@ def load_part(setup: Setup, number: int) -> TorchWorker:
     """This rank's worker: loads its part of the model, as all the others do. Its times are time.perf_counter's, which all
     processes of a machine share. Raises what load_model raises."""
     from pensieve.device.model import load_model, resolve_device
+    from pensieve.device.sharding import RankGroup
     from pensieve.device.worker import TorchWorker
-    from pensieve.plugins.device.sharding import RankGroup
     from pensieve.serve.systems.base import WallClock
 
     device, store = setup.devices[number], setup.store

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
+from pensieve.device.shelf import empty, kept_host_bytes, open_shelf, take_model
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
-from pensieve.plugins.device.shelf import empty, kept_host_bytes, open_shelf, take_model
 from pensieve.specs import ModelSpec
 
 from .driver import ARCHITECTURES, Hand, plain_logits, random_tokens, tiny_model, tiny_spec
