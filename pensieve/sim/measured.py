@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,10 +61,10 @@ class MeasuredCost(Machine):
         self._table = nearest(hardware.terms["projections"], self._shape)
         self._kernels = _Kernels(self._table, self._shape, hardware, model)
         source = hardware.terms["attention"]
-        self._attention: _MeasuredAttention | _FittedAttention = (
-            _FittedAttention(self._shape, hardware)
+        self._attention: MeasuredAttention | FittedAttention = (
+            FittedAttention(self._shape, hardware)
             if source == "fitted"
-            else _MeasuredAttention(nearest(source, self._shape), self._shape, hardware)
+            else MeasuredAttention(nearest(source, self._shape), self._shape, hardware)
         )
         self._windowed = model.windowed_layers
         self._reduce = _reduce_of(hardware)
@@ -77,9 +77,9 @@ class MeasuredCost(Machine):
         batch = Batch.of(runs, None, decodes)
         several = sum([stop - start > 1 for start, stop in runs])
         alike = several <= 1 and not self._windowed and 0 < batch.tokens <= self._kernels.most_tokens
-        if not alike or not isinstance(self._attention, _FittedAttention):
+        if not alike or not isinstance(self._attention, FittedAttention):
             return None
-        attention = self.model.layers * self._attention.following_s(batch.following(most))
+        attention: NDArray[np.float64] = self.model.layers * self._attention.of(batch.following(most), np.maximum)
         return self._sum_s(batch, attention, sampled)
 
     def ran(self, iterations: int) -> None:
@@ -331,7 +331,7 @@ _WIDTHS: Mapping[str, Callable[[Shape], int]] = {
 }
 
 
-class _MeasuredAttention:
+class MeasuredAttention:
     """From a card's grid. The second value that `seconds` returns is how far the batch lies beyond the grid, 1 within it."""
 
     def __init__(self, table: KernelTable, shape: Shape, hardware: HardwareSpec) -> None:
@@ -390,8 +390,7 @@ def _same_attention(one: Shape, two: Shape) -> bool:
     return (one.heads, one.kv_heads, one.head_dim) == (two.heads, two.kv_heads, two.head_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionFit:
+class AttentionFit(NamedTuple):
     """A roofline of the attention kernel, fitted to measured cards (FIT).
 
     In a batch with a chunk, rows of queries are computed in tiles of TILE, a decode's one as well, each tile by one
@@ -406,33 +405,6 @@ class AttentionFit:
     serial: float
     memory: float
 
-    def reading_s(self, decodes: int, kv: float, shape: Shape, memory_bw: float) -> float:
-        """Of so many decodes alone, each over its own token and, in the mean, `kv` positions before it."""
-        moved = decodes * (kv + 1) * 4 * shape.kv_heads * shape.head_dim
-        return self.decode_floor_s + moved / (self.memory * memory_bw)
-
-    def seconds(
-        self,
-        batch: Batch,
-        shape: Shape,
-        flops: float,
-        memory_bw: float,
-        processors: int,
-        larger: Callable[..., Any] = max,
-    ) -> Any:
-        """larger: of two numbers, or of two columns of numbers."""
-        reading = self.reading_s(batch.decodes, batch.decode_kv, shape, memory_bw)
-        if not batch.chunk:
-            return reading
-        pair = 4 * shape.head_dim
-        padded = batch.pairs + batch.chunk * (TILE - 1) / 2  # a tile computes the whole square at its end
-        if batch.chunk < TILE:
-            padded = larger(padded, TILE * batch.longest)
-        work = pair * shape.heads * (padded + TILE * batch.decodes * (batch.decode_kv + 1))
-        longest = pair * TILE * larger(batch.longest, batch.decode_longest + 1 if batch.decodes else 0)
-        computing = self.floor_s + larger(work / (self.compute * flops), longest * processors / (self.serial * flops))
-        return larger(computing, reading) if batch.decodes else computing
-
 
 TILE = 64
 FIT = AttentionFit(floor_s=1.401e-5, decode_floor_s=1.341e-5, compute=0.4797, serial=0.6618, memory=0.8775)
@@ -441,26 +413,36 @@ FIT = AttentionFit(floor_s=1.401e-5, decode_floor_s=1.341e-5, compute=0.4797, se
 card and held against the other, by 39 and 28 %, 7.4 and 12 %."""
 
 
-class _FittedAttention:
-    def __init__(self, shape: Shape, hardware: HardwareSpec) -> None:
+class FittedAttention:
+    """By AttentionFit, of which nothing lies beyond."""
+
+    def __init__(self, shape: Shape, hardware: HardwareSpec, fit: AttentionFit = FIT) -> None:
         if not hardware.multiprocessors:
             raise ConfigError("hardware.terms.attention=fitted needs hardware.multiprocessors; set it.")
-        self._shape, self._hardware = shape, hardware
+        self._shape, self._hardware, self._fit = shape, hardware, fit
 
     def seconds(self, batch: Batch) -> tuple[float, float]:
-        h = self._hardware
-        return FIT.seconds(batch, self._shape, h.flops, h.memory_bw, h.multiprocessors), 1.0
+        return self.of(batch, max), 1.0
 
-    def following_s(self, batches: Batch) -> NDArray[np.float64]:
-        """Of several iterations (Batch.following)."""
-        h = self._hardware
-        seconds: NDArray[np.float64] = FIT.seconds(
-            batches, self._shape, h.flops, h.memory_bw, h.multiprocessors, np.maximum
-        )
-        return seconds
+    def of(self, batch: Batch, larger: Callable[..., Any]) -> Any:
+        """larger: of two numbers, or of two columns of numbers (Batch.following)."""
+        fit, shape, h = self._fit, self._shape, self._hardware
+        decodes_kv = batch.decodes * (batch.decode_kv + 1)  # over each one's own token and those before it
+        reading = fit.decode_floor_s + decodes_kv * 4 * shape.kv_heads * shape.head_dim / (fit.memory * h.memory_bw)
+        if not batch.chunk:
+            return reading
+        pair = 4 * shape.head_dim
+        padded = batch.pairs + batch.chunk * (TILE - 1) / 2  # a tile computes the whole square at its end
+        if batch.chunk < TILE:
+            padded = larger(padded, TILE * batch.longest)
+        work = pair * shape.heads * (padded + TILE * batch.decodes * (batch.decode_kv + 1))
+        longest = pair * TILE * larger(batch.longest, batch.decode_longest + 1 if batch.decodes else 0)
+        serial_s = longest * h.multiprocessors / (fit.serial * h.flops)
+        computing = fit.floor_s + larger(work / (fit.compute * h.flops), serial_s)
+        return larger(computing, reading) if batch.decodes else computing
 
     def describe(self) -> dict[str, Any]:
-        return {"roofline": asdict(FIT), "fitted_to": "attention.csv of RTX 4090 and RTX PRO 6000"}
+        return {"roofline": self._fit._asdict(), "fitted_to": "attention.csv of RTX 4090 and RTX PRO 6000"}
 
 
 def _reduce_of(hardware: HardwareSpec) -> Callable[[int], float]:

@@ -12,14 +12,13 @@ only, as a server does: its time tells q, and it needs neither the time nor the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import combinations
+from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pensieve.errors import WorkerError
 
@@ -156,9 +155,11 @@ def powers_of_two(first: int, last: int) -> Sequence[int]:
 def fit(measured: Sequence[_Measured]) -> Terms:
     """Least squares of the relative errors under a, w, q >= 0 and b > 0.
 
-    For each place of the hinge, and each set of terms that may be zero, the terms are linear in the measurements; those that
-    then meet all of them best by iteration_s, which places the hinge by itself, are taken.
+    For each place of the hinge, with a and without, the terms are linear in the measurements; those that then meet all of
+    them best by iteration_s, which places the hinge by itself, are taken.
     """
+    from scipy.optimize import nnls  # a simulation fits nothing, and starts at once
+
     seconds = np.array([each for _, _, each in measured])
     tokens = np.array([stop - start for start, stop, _ in measured], dtype=float)
     pairs = np.array([stop**2 - start**2 for start, stop, _ in measured], dtype=float)
@@ -166,38 +167,17 @@ def fit(measured: Sequence[_Measured]) -> Terms:
     least = _squared_error(best, measured)
     lengths = sorted(set(tokens))
     # Two lengths at least are bound by arithmetic, or there is no hinge.
-    for hinge in lengths[: max(1, len(lengths) - 1)]:
+    for hinge, constant in product(lengths[: max(1, len(lengths) - 1)], (0.0, 1.0)):
         bound = tokens < hinge
-        columns = np.stack([np.ones_like(tokens), bound * 1.0, np.where(bound, 0.0, tokens), pairs], axis=1)
-        for chosen in _chosen(hinged=bool(bound.any())):
-            if len(chosen) > len(measured):
-                continue
-            found = _solve(columns[:, chosen], seconds)
-            if (found <= 0).any():
-                continue
-            values = np.zeros(4)
-            values[list(chosen)] = found
-            terms = Terms(*values.tolist())
-            error = _squared_error(terms, measured)
-            if error < least - _EXACT:
-                best, least = terms, error
+        columns = np.stack([constant * np.ones_like(tokens), bound * 1.0, np.where(bound, 0.0, tokens), pairs], axis=1)
+        relative = columns / seconds[:, None]
+        scale = np.where(columns.any(axis=0), relative.max(axis=0), 1.0)  # tokens and their squares differ by much
+        found, _ = nnls(relative / scale, np.ones_like(seconds))
+        terms = Terms(*(found / scale).tolist())
+        error = _squared_error(terms, measured)
+        if terms.linear_s > 0 and error < least - _EXACT:
+            best, least = terms, error
     return best
-
-
-def _chosen(hinged: bool) -> Iterator[tuple[int, ...]]:
-    """Indices of Terms that are not zero, the fewest first: b always, w where there is a hinge."""
-    needed = (1, 2) if hinged else (2,)
-    for count in range(3):
-        for others in combinations((0, 3), count):
-            yield tuple(sorted(needed + others))
-
-
-def _solve(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of the relative errors; columns are scaled alike, since tokens and their squares differ by much."""
-    relative = columns / seconds[:, None]
-    scale = np.abs(relative).max(axis=0)
-    found, *_ = np.linalg.lstsq(relative / scale, np.ones_like(seconds), rcond=None)
-    return np.asarray(found / scale)
 
 
 def _squared_error(terms: Terms, measured: Sequence[_Measured]) -> float:
