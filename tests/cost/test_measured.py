@@ -157,16 +157,14 @@ def test_what_was_not_measured_is_flagged_with_how_often_and_how_far():
     assert beyond > inside and beyond > kv / 1.597e12, "no kernel reads faster than the memory"
 
 
-def test_several_prompts_take_less_than_one_of_as_many_tokens_and_more_than_the_longest():
-    cost = cost_of("sim_rtx4090")
-    several = cost.iteration_s([(0, 512)] * 4, 4)
-    assert cost.iteration_s([(0, 512)], 4) < several < cost.iteration_s([(0, 2048)], 4)
-
-
-def test_decodes_of_unequal_length_take_longer_only_where_that_was_measured():
+def test_prompts_and_decodes_of_unequal_length():
+    """Several prompts take less than one of as many tokens, and more than the longest. Decodes of unequal length take longer
+    than equal ones only where that was measured."""
     even, uneven = [(1000, 1001)] * 16, [(100, 101)] * 15 + [(14_500, 14_501)]
     for hardware, slower in (("sim_rtxpro6000", True), ("sim_rtx4090", False)):
         cost = cost_of(hardware)
+        several = cost.iteration_s([(0, 512)] * 4, 4)
+        assert cost.iteration_s([(0, 512)], 4) < several < cost.iteration_s([(0, 2048)], 4)
         ratio = cost.iteration_s(uneven, 16) / cost.iteration_s(even, 16)
         assert (ratio > 1.01) is slower, hardware
 
@@ -225,19 +223,15 @@ def test_no_other_term_of_the_fitted_attention_meets_measured_cells_better(term)
     assert all(fitted_error(FIT._replace(**{term: getattr(FIT, term) * by}), alone) > best for by in (0.67, 1.5))
 
 
-@pytest.mark.parametrize("model", ["opt_13b", "llama2_13b_gqa", "llama3_8b"])
-def test_a_chunk_beside_decodes_spares_none_of_their_reading(model):
+@pytest.mark.parametrize(
+    ("hardware", "model"), [("sim_a100_80g", "opt_13b"), ("sim_h100", "llama3_8b"), ("sim_rtxpro6000", "llama3_8b")]
+)
+def test_a_longer_context_and_a_chunk_beside_decodes_spare_nothing(hardware, model):
     """Of OPT-13B, whose every query head has KV of its own, 34 decodes took longer alone than with seven positions more."""
-    cost = cost_of("sim_a100_80g", model)
-    decodes = [(1300, 1301)] * 34
+    cost, decodes = cost_of(hardware, model), [(1300, 1301)] * 34
     alone = cost.iteration_s(decodes, 34)
     for chunk in (2, 7, 64, 180, 1024):
         assert cost.iteration_s([*decodes, (700, 700 + chunk)], 34) >= alone
-
-
-@pytest.mark.parametrize("hardware", ["sim_rtxpro6000", "sim_h100"])
-def test_a_marginal_chunk_costs_no_less_at_a_longer_context(hardware):
-    cost = cost_of(hardware)
     costs = [cost.recompute_s(context) for context in range(32, 16_384, 320)]
     assert costs == sorted(costs) and costs[-1] > costs[0] > 0
 
@@ -248,13 +242,6 @@ def test_a_decode_step_of_a_simulated_h200_is_near_what_reading_takes(decodes: i
     cost = simulated_cost(model_of("llama3_8b"), machine_of("sim_h200"), 32)
     taken_ms = 1e3 * cost.iteration_s([(1023, 1024)] * decodes, decodes)
     assert floor_ms < taken_ms < 1.2 * floor_ms
-
-
-def test_batches_are_padded_to_the_sizes_that_vllm_captures():
-    captured = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    for tokens in range(1, 513):
-        assert graph_size(tokens) == next(size for size in captured if size >= tokens)
-    assert graph_size(513) == 513
 
 
 @pytest.mark.parametrize(
@@ -287,7 +274,11 @@ def test_the_iterations_that_follow_take_to_the_bit_what_each_alone_does(hardwar
     assert cost.extrapolated() == alone.extrapolated() != {}, "who counts iterations counts these too"
 
 
-def test_an_iteration_with_a_prompt_has_graphs_in_pieces_and_decodes_have_one():
+def test_batches_are_padded_to_the_sizes_that_vllm_captures_and_an_iteration_with_a_prompt_has_graphs_in_pieces():
+    captured = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    for tokens in range(1, 513):
+        assert graph_size(tokens) == next(size for size in captured if size >= tokens)
+    assert graph_size(513) == 513
     plain = cost_of("sim_rtxpro6000")
     captured = MeasuredCost(plain.model, replace(plain.hardware, graph_sizes=True), 32)
     decodes = [(100, 101)] * 8

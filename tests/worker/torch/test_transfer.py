@@ -1,9 +1,12 @@
-"""Copies that take their time: what waits for what, and what becomes of a copy that fails."""
+"""Copies that take their time: what waits for what, and what becomes of a copy that fails. Each way of copying on a GPU
+brings every byte, one layer a call; which of them serves."""
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,9 @@ import torch
 
 from pensieve.core.plan import Moved
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.transfers.transfer import BlockRun, Transfer, merge_moves
+from pensieve.device.transfers import cuda_link
+from pensieve.device.transfers.cuda_link import BATCH_CALL, Attributes, BatchCopier, CallCopier, choose_copier
+from pensieve.device.transfers.transfer import BlockRun, Haul, Transfer, merge_moves
 from pensieve.serve.systems.profiling import swap_in, swap_out
 from tests.gpu.shuttle import shuttle
 from tests.thread_link import ThreadLink, copy_runs
@@ -57,10 +62,10 @@ def gated():
     """Makes a transfer over a link whose copies wait at a gate, which is open at the end."""
     opened = []
 
-    def make(bytes_per_s=None, **changes):
+    def make(**changes):
         tensors, gate = pools(), Gate(**changes)
         gate.watch(tensors)
-        transfer = Transfer(tensors, ThreadLink(bytes_per_s, gate))
+        transfer = Transfer(tensors, ThreadLink(copy=gate))
         opened.append((transfer, gate))
         return transfer, tensors, gate
 
@@ -68,10 +73,6 @@ def gated():
     for transfer, gate in opened:
         gate.let(1000)
         transfer.close()
-
-
-def rows(*blocks):
-    return np.array(blocks)
 
 
 def until(true):
@@ -85,13 +86,13 @@ def test_rows_that_attend_to_none_of_the_loaded_blocks_do_not_wait(gated):
     transfer, _, gate = gated()
     transfer.swap_in([swap_in(1, (0, 1), (4, 5))])
     transfer.swap_in([swap_in(2, (2,), (6,))])
-    assert not transfer.require(rows(0, 1, 2, -1))
+    assert not transfer.require(np.array([0, 1, 2, -1]))
     transfer.wait_for_layer(1)  # would hang
-    assert transfer.require(rows(0, 1, 5))
+    assert transfer.require(np.array([0, 1, 5]))
     gate.let(LAYERS)
     transfer.wait_for_layer(1)
     until(lambda: transfer.moved() == (Moved(1),))
-    assert transfer.require(rows(4, 5, 6)), "the second plan's load is still under way"
+    assert transfer.require(np.array([4, 5, 6])), "the second plan's load is still under way"
     gate.let(LAYERS)
     transfer.wait_for_layer(1)
     assert transfer.wait() and transfer.moved() == (Moved(2),)
@@ -129,12 +130,12 @@ def test_a_failed_load_fails_whoever_needs_it_and_nobody_else(gated):
     with pytest.raises(RuntimeError, match="in1 is broken"):
         transfer.wait_for_layer(1)
     transfer.finish()
-    assert not transfer.require(rows(0, 1))
+    assert not transfer.require(np.array([0, 1]))
     with pytest.raises(RuntimeError, match="in1 is broken"):
-        transfer.require(rows(0, 4))
+        transfer.require(np.array([0, 4]))
     assert sorted(transfer.moved()) == [Moved(1, ok=False), Moved(2)]
     assert (tensors.cpu[:, 9] == 3.0).all()
-    assert not transfer.require(rows(0, 4)), "it was reported; the blocks are somebody else's"
+    assert not transfer.require(np.array([0, 4])), "it was reported; the blocks are somebody else's"
     gate.fails = lambda name: False
     transfer.swap_in([swap_in(3, (0,), (4,))])
     transfer.wait_for_layer(1)
@@ -190,7 +191,7 @@ class Hasty(ThreadLink):
 
 @pytest.mark.parametrize("link", [None, ThreadLink, Hasty])
 def test_blocks_survive_and_a_copy_that_overtakes_is_found(link):
-    tensors = KvTensors(tiny_spec("llama"), 4, 24, 24, torch.device("cpu"), torch.float32)
+    tensors = pools(24)
     transfer = Transfer(tensors, link and link(2e6 if link is Hasty else 2e8))
     if link is Hasty:
         with pytest.raises(AssertionError, match="read before its load had come"):
@@ -198,3 +199,72 @@ def test_blocks_survive_and_a_copy_that_overtakes_is_found(link):
     else:
         shuttle(tensors, transfer, lambda: None, rounds=3)
     transfer.close()
+
+
+# -- the ways of a GPU -------------------------------------------------------------------------------------------------------
+
+RUNS = [BlockRun(1, 9, 2), BlockRun(4, 0, 1), BlockRun(6, 2, 3), BlockRun(20, 30, 8)]
+
+
+def memory(monkeypatch, misses=0):
+    """A driver's batched copy for RAM, by the signature that cuda.h has, and what it was asked for. misses: bytes that it
+    leaves out of each copy."""
+    asked = []
+    stream = SimpleNamespace(query=lambda: True, cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def perform(targets, sources, sizes, count, attributes, first, known, refused, on):
+        assert (known, first[0], on) == (1, 0, 77)
+        asked.append((count, attributes[0].source_order, attributes[0].flags))
+        words = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, sizes)]
+        for target, source, size in zip(*words, strict=True):
+            if not size:
+                refused[0] = 1
+                return 1
+            ctypes.memmove(target, source, size - misses)
+        return 0
+
+    return BATCH_CALL(perform), asked
+
+
+@pytest.mark.parametrize("kind", ["calls", "batch"])
+def test_every_way_brings_every_byte_layer_by_layer(kind, monkeypatch):
+    tensors, expected = pools(48), pools(48)
+    for pool in (tensors.cpu, tensors.gpu):
+        noise = torch.randint(0, 256, (pool.nbytes,), dtype=torch.uint8)
+        pool.view(-1).view(torch.uint8).copy_(noise)  # NaN patterns included
+    got, wanted, source = (pool.view(torch.uint8) for pool in (tensors.gpu, expected.gpu, tensors.cpu))
+    wanted.copy_(got)
+    for run in RUNS:
+        wanted[:, run.dst : run.dst + run.blocks] = source[:, run.src : run.src + run.blocks]
+    call, asked = memory(monkeypatch)
+    copy = {"calls": CallCopier(), "batch": BatchCopier(call)}[kind].prepare(Haul(RUNS, tensors.cpu, tensors.gpu))
+    for layer in range(tensors.layers):
+        assert not torch.equal(got[layer], wanted[layer])
+        copy(layer)
+        assert torch.equal(got[layer], wanted[layer])
+    assert asked == {"calls": [], "batch": 2 * [(4, 1, 1)]}[kind], "a call a layer"
+
+
+def test_the_drivers_structure_is_as_large_as_in_its_header():
+    offsets = [getattr(Attributes, name).offset for name in ("source_order", "source", "target", "flags")]
+    assert (offsets, ctypes.sizeof(Attributes)) == ([0, 4, 12, 20], 24)
+
+
+def test_the_batched_copy_serves_where_it_is_there_and_brings_every_byte(monkeypatch):
+    for misses, name, note in (
+        (0, "a call a layer", "a call a layer"),
+        (1, "a call a run", "a call a run; Not a call a layer: it copied wrongly"),
+    ):
+        call, _ = memory(monkeypatch, misses)
+        monkeypatch.setattr(cuda_link, "find_batch_call", lambda call=call: call)
+        tensors = pools(48)
+        copier, said = choose_copier(tensors)
+        assert (copier.name, said) == (name, note)
+        assert not tensors.cpu.any() and not tensors.gpu.any(), "nothing of the check stays behind"
+        copy = BatchCopier(call).prepare(Haul([BlockRun(0, 1, 1), BlockRun(2, 3, 0)], tensors.cpu, tensors.gpu))
+        with pytest.raises(RuntimeError, match="error 1 in copy 1 of 2"):
+            copy(0)
+    monkeypatch.undo()
+    monkeypatch.setattr(cuda_link.ctypes, "CDLL", lambda name: object())
+    assert choose_copier(pools(48))[1].startswith("a call a run; No batched copies: the CUDA driver")

@@ -1,5 +1,5 @@
 """Triton's interpreter needs TRITON_INTERPRET=1 before anything imports triton, which transformers does. What it runs
-alone is collected only where that is set; test_interpreter.py runs it in a process where it is."""
+alone is collected only where that is set; test_compile.py runs it in a process where it is."""
 
 import os
 from importlib.util import find_spec

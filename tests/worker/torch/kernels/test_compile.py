@@ -1,10 +1,10 @@
-"""The kernels compiled for GPUs that this machine need not have: what the interpreter cannot find.
+"""The kernels in Triton's interpreter, and compiled for GPUs that this machine need not have. Nothing is timed: registers,
+shared memory and what shares a multiprocessor bound a kernel, and say nothing of its speed."""
 
-Nothing is timed: registers, shared memory and what shares a multiprocessor bound a kernel, and say nothing of its speed.
-"""
-
+import os
 import re
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,11 +14,26 @@ from .conftest import INTERPRETED
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process, and compiles nothing"),
+    pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process"),
     pytest.mark.skipif(
         find_spec("triton") is None, reason="the extra triton is not installed: pip install 'pensieve-lab[triton]'"
     ),
 ]
+
+
+def test_the_kernel_in_tritons_interpreter() -> None:
+    """All of this folder: TRITON_INTERPRET=1 pytest tests/worker/torch/kernels does it by hand."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "test_attend.py", "test_paged.py"],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+
 
 _CHUNK, _GROUP, _KV_HEADS, _SMALL_ROWS, _PADDED = 32, 4, 8, 16, 128
 _TYPES = {
