@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -74,3 +75,13 @@ def _mlflow_stores_are_copies():
 def _composed_once():
     with composing_once():
         yield
+
+
+@pytest.fixture
+def tracking(tmp_path, monkeypatch):
+    """A database in a folder of its own."""
+    from pensieve.lab.trial.job import open_tracking
+    from tests.composed import checked
+
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    return replace(open_tracking(checked("tracking=local").tracking), mlflow=False)

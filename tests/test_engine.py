@@ -17,52 +17,6 @@ from tests.invariants import check_cache
 from tests.simulated import make_engine, request, run
 
 
-def test_decode_out_of_blocks_preempts_the_latest_and_both_finish():
-    for cpu_blocks in (16, 0):
-        engine = make_engine(gpu_blocks=10, cpu_blocks=cpu_blocks)
-        engine.say(request(1, "a", tokens=8, output=24))
-        engine.say(request(2, "b", tokens=8, output=24))
-        turns = run(engine)
-        assert engine.scheduler.counters.preempted > 0
-        assert [turns[n].status for n in (1, 2)] == ["completed", "completed"]
-        assert (turns[1].resumed_swapped_tokens, turns[1].resumed_recomputed_tokens) == (0, 0), (
-            "the earlier one went on"
-        )
-        resumed = turns[2].resumed_swapped_tokens + turns[2].resumed_recomputed_tokens
-        assert (resumed > 0) == (turns[1].finished_s < turns[2].finished_s)
-        alone = make_engine(gpu_blocks=10)
-        alone.say(request(2, "b", tokens=8, output=24))
-        assert run(alone)[2].token_ids == turns[2].token_ids
-
-
-def test_turns_of_one_conversation_are_served_in_order_and_nobody_overtakes_a_deferred_head():
-    engine = make_engine(gpu_blocks=12, cpu_blocks=0)
-    engine.say(request(1, "a", tokens=20, output=20))
-    engine.say(request(2, "b", tokens=24, output=4))  # does not fit beside a
-    engine.say(request(3, "c", tokens=2, output=2))  # would fit, but waits behind b
-    engine.say(request(4, "a", tokens=2, output=2, turn=2))
-    turns = run(engine)
-    finished = sorted(turns, key=lambda n: turns[n].finished_s or 0.0)
-    assert turns[2].admitted_s >= turns[1].finished_s
-    assert turns[3].admitted_s >= turns[2].admitted_s
-    assert finished.index(4) > finished.index(1)
-    assert engine.scheduler.counters.deferred >= 1
-
-
-def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound():
-    engine = make_engine(limits=MemoryLimits(ttl_s=5.0, tokens=40))
-    for number, name in enumerate("abc", start=1):
-        engine.say(request(number, name, tokens=12, output=4))
-        run(engine)
-    engine.step(None)
-    assert list(engine.cache.sessions) == ["b", "c"], "the one idle longest went, at 48 tokens"
-    engine.say(request(4, "b", tokens=2, output=1, turn=2))
-    engine.clock.advance_to(engine.clock.now_ns() + 6_000_000_000)
-    run(engine)
-    assert list(engine.cache.sessions) == ["b"], "c was idle too long; b had a request under way"
-    assert engine.facts.counts.forgotten_sessions == 2
-
-
 def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ended():
     """One whose request was cancelled before it was admitted was asked for all the same."""
     engine = make_engine(limits=MemoryLimits(ttl_s=5.0))

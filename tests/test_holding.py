@@ -1,17 +1,14 @@
 """What each conversation holds of each tier adds up to what the tiers have given away, to the block and the nanosecond."""
 
 import random
-from array import array
 from collections import Counter
 from functools import partial
 
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import Moved, StartReport
+from pensieve.core.plan import StartReport
 from pensieve.core.policies.lru import Lru
-from pensieve.core.request import Fork, tokens_of
-from pensieve.core.session import HashChain, Session
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.restore import RestoringCache
 from pensieve.plugins.caches.shared import SharedCache
@@ -19,11 +16,10 @@ from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.tiers.disk import DiskTier
-from pensieve.serve.books.books import Books
-from pensieve.serve.books.holding import EARLIER, TIERS, Held
+from pensieve.serve.books.holding import TIERS, Held
 from pensieve.sim.worker import VirtualClock
 from tests.invariants import check_cache
-from tests.simulated import make_engine, request
+from tests.simulated import make_engine
 from tests.test_bound_of_managers import Dear, trace
 
 
@@ -164,65 +160,3 @@ def check_seconds(turn, tokens):
         assert seconds > 0 or not count or not loaded
         assert count or shared or not seconds
         tokens[tier] += count or 0
-
-
-def moment(engine, ns):
-    assert isinstance(engine.clock, VirtualClock)
-    engine.clock.advance_to(ns)
-    engine.facts.at(ns)
-
-
-def test_a_shared_block_is_paid_by_who_ran_with_it_last():
-    """Eight tokens are two blocks; b begins as a did, so it takes those over, and its own third."""
-    engine = make_engine(cache=PrefixCache, gpu_blocks=16)
-    cache, said = engine.cache, array("i", range(1, 9))
-    engine.facts.count_holding()
-    a, b = cache.open("a", 0.0), cache.open("b", 0.0)
-    cache.admit(a, 0, said, 0.0)
-    cache.advance(a, ((0, 8),))
-    moment(engine, 10)
-    cache.release(a, 0.0)  # the third block, reserved for its reply, goes
-    moment(engine, 30)
-    cache.admit(b, 0, array("i", [*said, 50]), 0.0)
-    moment(engine, 100)
-    cache.release(b, 0.0)
-    moment(engine, 1000)
-    assert held(engine) == {("a", "gpu"): Held(3 * 10 + 2 * 20, 2 * 20), ("b", "gpu"): Held(3 * 70 + 2 * 900, 2 * 900)}
-
-
-def test_kv_that_a_fork_takes_is_paid_by_the_child():
-    engine = make_engine(gpu_blocks=16)
-    engine.facts.count_holding()
-    engine.say(request(0, "parent", 8, 2))
-    while engine.busy:
-        engine.step(None)
-    at_ns = engine.clock.now_ns()
-    before = held(engine)["parent", "gpu"]
-    moment(engine, at_ns + 1000)
-    engine.say(request(1, "child", 3, 1, fork=Fork("parent", 8, takes_kv=True)))
-    check_cache(engine.cache)
-    moment(engine, at_ns + 3000)
-    found = held(engine)
-    # Three blocks of nine positions; the two whole ones that both have in common change hands, less the last token's.
-    moved = found["child", "gpu"].block_ns // 2000
-    assert moved >= 1
-    assert found["parent", "gpu"].block_ns == before.block_ns + 3 * 3000 - moved * 2000
-
-
-def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read():
-    books, said = Books(2), tokens_of([1, 2, 3, 4, 5])
-    one, two = HashChain(2, "").upto(said, 4)
-    tier = DiskTier(4)
-    tier.begin(StartReport(0.0, 0.0, below_kept={one: 1, two: 2}), 2, 4, Priced(), {})
-    tier.report_to(books)
-    books.count_holding()
-    session = Session("a", 0, 0.0, 0.0)
-    books.opened(session)
-    session.begin(said, 4)
-    session.chunks.add(2)
-    books.at(50)
-    tier.read(session, [(0, 1)], ticket=1)
-    books.at(80)
-    tier.finish([Moved(1, ok=False, gone=(one, two))])
-    books.at(1000)
-    assert books.holdings() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}

@@ -6,8 +6,7 @@ from array import array
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.request import Fork, History, Length, Request, Sampling
-from pensieve.core.scheduler.scheduler import SchedulerSettings
+from pensieve.core.request import History, Length, Request, Sampling
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
@@ -76,54 +75,6 @@ def test_the_lines_of_every_turn_add_up_under_pressure(kind):
         assert all(0 <= miss.evicted_s <= turn.admitted_s for miss in evicted)
 
 
-@pytest.mark.parametrize(
-    ("kind", "blocks", "others", "culprit"),
-    [("pensieve", 16, 1, 0), ("prefix_cache", 16, 1, 0), ("vllm_offload", 16, 1, 0), ("llama_slots", 48, 4, 3)],
-)
-def test_who_was_evicted_knows_by_whom_and_when(kind, blocks, others, culprit):
-    """Of four slots the fourth newcomer takes the one that was used first."""
-    talk = Talk(kind, gpu_blocks=blocks, **({"cpu_blocks": 0} if kind == "pensieve" else {}))
-    first = talk.ask("victim", range(30))
-    before_s = talk.system.clock.now_s()
-    for number in range(others):
-        talk.ask(f"culprit{number}", range(100 + 50 * number, 145 + 50 * number))
-    turn = talk.ask("victim", [*range(30), *first.token_ids, 9])
-    lines = [miss for miss in turn.misses if miss.cause == "evicted"]
-    assert {miss.evicted_by for miss in lines} == {f"culprit{culprit}"}
-    assert all(before_s <= miss.evicted_s < turn.arrived_s for miss in lines)
-    if kind == "pensieve":
-        assert lines[0].tokens == turn.recomputed_tokens > 0
-
-
-def test_a_turn_that_is_cancelled_in_prefill_says_what_it_missed():
-    """Its ledger divides the time until it ended, since there was no first token."""
-    talk = Talk("stateless", scheduler=SchedulerSettings(max_batch_tokens=8))
-    first = talk.ask("a", range(30))
-    engine = talk.system.engine
-    engine.submit(Request(9, "a", 2, array("i", [*range(30), *first.token_ids, 9]), Length(3)))
-    engine.step(None)
-    engine.cancel(9, "cancelled")
-    events = engine.take_events()
-    while engine.busy:
-        events += engine.step(None)
-    [turn] = [event.turn for event in events if event.turn is not None]
-    assert (turn.status, turn.ttft_ms) == ("cancelled", None)
-    assert causes(turn) == {"never_stored": turn.recomputed_tokens, "new": turn.new_tokens}
-    assert turn.recomputed_tokens == 32
-    assert turn.latency_ms > 0 and sum(miss.ms for miss in turn.misses) == pytest.approx(turn.latency_ms)
-
-
-def test_an_edited_prompt_says_how_much_was_replaced():
-    talk = Talk()
-    talk.ask("a", range(40))
-    turn = talk.ask("a", [*range(20), *range(100, 110)])
-    assert causes(turn) == {"edited": 10}
-    longer = talk.ask("a", [*range(20), *range(200, 250)])
-    assert causes(longer) == {"edited": 12, "new": 38}, "30 + 2 tokens had been computed, of which 20 stand"
-    again = talk.ask("a", [*range(20), *range(200, 250)])
-    assert causes(again) == {"new": 1}, "asked again: its last token, and nothing is edited"
-
-
 @pytest.mark.parametrize(("lost", "cause"), [("kept", "expired"), ("restarted", "restarted")])
 def test_what_the_server_remembers_and_the_engine_does_not(lost, cause):
     talk = Talk()
@@ -131,24 +82,6 @@ def test_what_the_server_remembers_and_the_engine_does_not(lost, cause):
     assert causes(turn) == {cause: 30, "new": 10}
     known = talk.ask("a", [*range(40), *turn.token_ids, 9], history=History(42, lost))
     assert cause not in causes(known), "the engine knows better"
-
-
-@pytest.mark.parametrize("parent", ["known", "lost"])
-def test_a_fork_of_a_conversation_of_before_a_restart_begins_as_its_parent_where_that_is_known(parent):
-    talk = Talk()
-    talk.ask("known", range(40))
-    child = talk.ask("child", range(60), fork=Fork(parent, 36, takes_kv=True), history=History(50, "restarted"))
-    found = 32 if parent == "known" else 0
-    assert (child.history_tokens, child.gpu_hit_tokens) == (50, found)
-    assert causes(child) == {"restarted": 50 - found, "new": 10}
-
-
-def test_a_parent_whose_kv_went_with_its_fork_knows_where():
-    talk = Talk()
-    first = talk.ask("parent", range(40))
-    talk.ask("child", [*range(40), 7], fork=Fork("parent", 40, takes_kv=True))
-    back = talk.ask("parent", [*range(40), *first.token_ids, 9])
-    assert {miss.evicted_by for miss in back.misses if miss.cause == "evicted"} == {"child"}
 
 
 class Dear:

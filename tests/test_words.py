@@ -46,16 +46,3 @@ def too_much(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
 def test_a_page_can_be_skimmed(page):
     assert too_much(page.read_text()) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("One" + "\nword" * WORDS + ".", "a sentence"),
-        ("x" * (LINE + 1), "a line"),
-        ("Found " + ", ".join(map(str, range(NUMBERS + 1))) + ".", "a paragraph"),
-    ],
-)
-def test_what_is_too_much_is_seen_in_prose_and_not_in_tables_and_code(text, what):
-    assert [line.startswith(what) for line in too_much(text)] == [True]
-    assert too_much(f"| {text} |\n") == too_much(f"```\n{text}\n```\n") == []

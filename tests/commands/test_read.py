@@ -8,28 +8,13 @@ from rich.console import Console
 
 from pensieve.errors import ResultsError
 from pensieve.lab.commands.results import conversation_of, side_by_side
-from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.tokens import read_tokens
-from pensieve.lab.trial.job import Job, open_tracking
-from pensieve.lab.trial.run import run_trial
 from pensieve.serve.tokenizer import ByteTokenizer
-from tests.composed import SHORT, checked, composed
+from tests.trial.running import run
 
 
-@pytest.fixture
-def ran(tmp_path, monkeypatch):
-    """The store and the id of a simulated trial of eight conversations of two turns."""
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    tracking = replace(open_tracking(checked("tracking=local").tracking), mlflow=False)
-    words = ("tracking=local", *SHORT)
-    job = Job("test", tracking.outputs / "runs" / "x", resolved(composed(*words)))
-    outcome = run_trial(job, tracking)
-    assert outcome.completed, outcome.error
-    return tracking.store, outcome.trial_id
-
-
-def test_messages_come_from_the_workload_and_replies_from_the_kept_tokens(ran):
-    store, trial = ran
+def test_messages_come_from_the_workload_and_replies_from_the_kept_tokens(tracking):
+    store, trial = tracking.store, run(tracking).trial_id
     session, said = conversation_of(store, trial)
     [first, second] = said
     assert (session, first.row.turn, second.row.turn) == ("sourdough", 1, 2)

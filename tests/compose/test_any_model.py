@@ -3,10 +3,10 @@
 import pytest
 
 from pensieve import create_server
-from pensieve.errors import ConfigError, UnsupportedModel, WeightsMissing
+from pensieve.errors import UnsupportedModel, WeightsMissing
 from pensieve.lab.compose.model_files import check_weights, local_weights
 from pensieve.lab.compose.plan import plan_trial
-from pensieve.lab.compose.settings import check, resolved
+from pensieve.lab.compose.settings import resolved
 from pensieve.lab.trial.job import identity_of
 from tests.chat import CHATML, save_tokenizer
 from tests.composed import checked, composed
@@ -96,18 +96,3 @@ def test_what_is_neither_folder_nor_hub_id_is_refused_without_asking(place, tmp_
     with pytest.raises(WeightsMissing, match="no folder on this machine, and no hub id"):
         checked("model=hf", f"model.hub_id={place}")
     assert asked == []
-
-
-def test_a_model_must_be_named():
-    with pytest.raises(WeightsMissing, match=r"needs a file: model\.gguf_file="):
-        check_weights(checked("model.weights=gguf").model)
-    with pytest.raises(ConfigError, match=r"model=hf needs a model: model\.hub_id=org/name"):
-        check(composed("model=hf"))
-
-
-def test_an_unknown_hub_id_is_asked_for_once_by_a_whole_command(tmp_path, monkeypatch):
-    asked = unreachable(monkeypatch, tmp_path)
-    for _ in range(2):  # a command checks the configuration, and resolves it
-        with pytest.raises(WeightsMissing, match=r"nobody/nothing.*cannot be reached.*use a folder"):
-            checked("model=hf", "model.hub_id=nobody/nothing")
-    assert asked == ["nobody/nothing"]

@@ -1,6 +1,6 @@
 import pytest
 
-from pensieve.errors import ConfigError, EngineMissing
+from pensieve.errors import EngineMissing
 from pensieve.lab.compose.build import build_system, build_workload
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import plan_trial
@@ -15,12 +15,6 @@ def test_baselines_are_asked_the_same():
         described.append(build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, simulated=True))[1])
     assert described[0] == described[1]
     assert described[0].working_set_tokens >= 2 * 2304
-
-
-def test_bytes_need_a_vocabulary_for_them():
-    model = checked("model.architecture.vocab_size=200").model
-    with pytest.raises(ConfigError, match="vocabulary of 259"):
-        build_tokenizer(model, 200, simulated=True)
 
 
 def test_the_model_is_loaded_with_it_the_size_of_the_blocks_and_the_memory_there_is(monkeypatch):

@@ -2,7 +2,14 @@
 
 import pytest
 
-from pensieve.errors import CapacityError, ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
+from pensieve.errors import (
+    CapacityError,
+    ConfigError,
+    EngineMissing,
+    HardwareMissing,
+    UnsupportedModel,
+    WeightsMissing,
+)
 from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.plan import plan_trial
 from tests.composed import checked
@@ -17,7 +24,7 @@ REFUSED = [
     (("+cache.gpux=3",), ConfigError, ["The field cache.gpux is unknown; did you mean cache.gpu?"]),
     (("+sead=3",), ConfigError, ["The field sead is unknown; did you mean seed?"]),
     (("seed=x",), ConfigError, ["seed='x' cannot be used"]),
-    (("scheduler.swap_out_stop=0.1",), ConfigError, ["must not be below scheduler.swap_out_start"]),
+    (("scheduler.swap_out_stop=0.1",), ConfigError, ["shares with 0 <= start <= stop"]),
     (("trial.isolate=maybe",), ConfigError, ["isolate='maybe' cannot be used", "Input should be 'auto'"]),
     (("hardware.replicas=4",), ConfigError, ["replicas need a router: set hardware.router=affinity"]),
     (
@@ -45,6 +52,9 @@ REFUSED = [
     (("cache.gpu='32 tokens'",), CapacityError, ["cache.gpu='32 tokens'", '"128 tokens"']),
     (("cache.gpu='512 tokens'",), CapacityError, ["longest conversation", "cache.gpu"]),
     (("eviction=lru", "eviction._target_=pensieve.core.policies.no.No"), EngineMissing, ["eviction=lru"]),
+    (("model.architecture.vocab_size=200",), ConfigError, ["vocabulary of 259"]),
+    (("model=hf",), ConfigError, ["model=hf needs a model: model.hub_id=org/name"]),
+    (("hardware=cpu", "model.weights=gguf"), WeightsMissing, ["needs a file: model.gguf_file="]),
     (("scheduler.composition._target_=pensieve.core.scheduler.scheduler.no",), EngineMissing, ["scheduler=unified"]),
     (("hardware=cpu", "attention_backend=triton"), EngineMissing, ["attention_backend=triton needs"]),
     (("+hardware.terms.kernels=h100",), ConfigError, ["The field hardware.terms.kernels is unknown"]),

@@ -74,15 +74,15 @@ def test_a_sweep_records_the_command_that_was_typed(monkeypatch, program, typed)
 
 @pytest.mark.slow
 def test_an_installed_command_sweeps_draws_lists_and_shows_its_help_without_a_checkout(installed, tmp_path):
-    words = ("tracking.mlflow=false", "seed=0", "baseline=pensieve,stateless", "trial.isolate=true")
+    words = ("tracking.mlflow=false", "seed=0", "baseline=stateless", "trial.isolate=true")
     swept = installed("demo", *SHORT, *words)
     assert swept.returncode == 0, swept.stderr
     assert f"Database: {tmp_path / 'cwd' / 'outputs' / 'results.db'}" in swept.stdout
     assert (tmp_path / "cwd" / "outputs" / "figures" / "sweep-1" / "hit_rates.png").is_file()
     [(recorded,)] = sqlite3.connect(tmp_path / "cwd" / "outputs" / "results.db").execute("select command from sweep")
     assert recorded.startswith("pensieve run -m experiment=demo ")
-    assert "[2/2] baseline=stateless: TTFT first turn" in swept.stderr
+    assert "[1/1] : TTFT first turn" in swept.stderr
     listed = installed("results", "list")
     found = {tuple(line.split()[1:3]) for line in listed.stdout.splitlines()[4:]}
-    assert found == {("completed", "stateless"), ("completed", "pensieve")}
+    assert found == {("completed", "stateless")}
     assert "sim_a100_80g" in installed("run", "--help").stdout

@@ -111,7 +111,7 @@ def kill_and_resume(outputs, kills, arguments):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_process_killed_at_random_moments(tmp_path, warm):
-    kill_and_resume(tmp_path / "outputs", 3, SWEEP)
+    kill_and_resume(tmp_path / "outputs", 2, SWEEP)
 
 
 def test_a_command_repeated_at_once_waits_for_the_worker_that_was_left(tmp_path, monkeypatch):

@@ -32,26 +32,6 @@ def rows(outputs, query):
         return connection.execute(query).fetchall()
 
 
-@pytest.mark.slow
-def test_a_sweep_is_recorded_compared_and_resumed(outputs):
-    done = run(outputs, *SHORT, "seed=0", "-m", "tracking.mlflow=false")
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("pensieve", "gpu_only", "stateless", "Database:"))
-    assert "[3/4] baseline=stateless: TTFT first turn" in done.stderr
-    assert rows(
-        outputs, "select baseline, status, simulated from sweep_trial join trial on id = trial_id order by job"
-    ) == [(baseline, "completed", 1) for baseline in ("pensieve", "gpu_only", "stateless", "prefix_cache")]
-    assert rows(outputs, "select n_expected, status from sweep") == [(4, "completed")]
-    assert list(outputs.rglob("config.resolved.yaml"))
-    # The same command is the same sweep, and runs nothing; more seeds are another one, and run what is missing.
-    again = run(outputs, "-m", *SHORT, "tracking.mlflow=false", "seed=0")
-    assert again.returncode == 0, again.stderr
-    assert again.stderr.count("is completed (force=true") == 4
-    assert rows(outputs, "select count(*) from sweep") == [(1,)]
-    assert rows(outputs, "select count(*) from trial") == [(4,)]
-    assert rows(outputs, "select count(*) from sweep_trial") == [(4,)]
-
-
 OVERLAY = """# @package _global_
 defaults:
   - override /sweep: none
@@ -77,19 +57,6 @@ def test_an_edited_overlay_is_another_sweep(outputs, tmp_path):
     assert rows(outputs, "select id, n_expected from sweep order by id") == [(1, 2), (2, 2)]
     shown = rows(outputs, "select sweep_id, job, trial_id > 2 from sweep_result order by sweep_id, job")
     assert shown == [(1, 0, 0), (1, 1, 0), (2, 0, 1), (2, 1, 1)]
-
-
-@pytest.mark.slow
-def test_help_and_configuration(outputs):
-    shown = run(outputs, "-m", "--help")
-    assert shown.returncode == 0, shown.stderr
-    for text in ("baseline: ", "sim_a100_80g", "runners/doctor.py", "group.field=value"):
-        assert text in shown.stdout
-    composed = run(outputs, "--cfg", "job", "model=llama3_8b")
-    assert "name: llama3_8b" in composed.stdout
-    completion = run(outputs, "-sc", "query=bash", COMP_LINE="python runners/run.py cache=x")
-    assert completion.stdout.split() == ["cache=xlarge"]
-    assert not outputs.exists()
 
 
 @pytest.mark.slow

@@ -29,35 +29,33 @@ def count(tmp_path, monkeypatch):
 def test_trials_of_one_process_are_the_same_trials_until_one_hangs_or_needs_its_own(tracking, monkeypatch):
     """Simulated ones, so that no torch is loaded twice: what is asked is which process ran each."""
     store = tracking.store
+
+    def apart(seed, timeout_s=100, crashes=0):
+        waiting.write_text(str(1000 - crashes))
+        words = ("tracking=local", *SHORT, CRASHING, f"seed={seed}")
+        job = Job("a", tracking.outputs / str(seed), resolved(composed(*words)))
+        outcome = isolate.run_isolated(job, tracking, timeout_s, keeps=True)
+        return outcome, store.trial(outcome.trial_id)
+
+    monkeypatch.setenv("CRASH", "hang")
+    waiting = Path(os.environ["CRASH_COUNT"])
+    first = apart(1)[1].pid
+    monkeypatch.setattr(isolate, "GRACE_S", 2.5)
+    outcome, late = apart(3, timeout_s=0.5, crashes=1)
+    assert "did not stop by itself" in outcome.error and (late.status, late.pid) == ("failed", first)
+    kept = apart(2)[1].pid
     sweep = store.open_sweep("key", "x", None, None, {}, 1, "host", None)
-    words = ("trial.isolate=true", "trial.timeout_s=100")
-    outcome = run(tracking, *words, sweep_id=sweep, number=3)
+    outcome = run(tracking, "trial.isolate=true", "trial.timeout_s=100", sweep_id=sweep, number=3)
     trial = store.trial(outcome.trial_id)
+    assert len({first, kept, trial.pid, os.getpid()}) == 4 and not isolate._kept
     assert (trial.status, trial.config["trial"]["isolate"]) == ("completed", True)
     assert [(job.job, job.last.id) for job in store.trials_of_sweep(sweep)] == [(3, trial.id)]
     assert store.artifacts_of(trial.id, "tokens")[0].path.is_file()
     again = run(tracking)
     assert again.reused and again.trial_id == trial.id  # how a trial is run does not make another one
     forced = run(tracking, "force=true")
-    kept = ("session", "turn", "output_sha256", "ttft_ms", "gpu_hit_tokens")
-    assert store.turns_of(forced.trial_id, *kept) == store.turns_of(trial.id, *kept)
-
-    def apart(seed, keeps, timeout_s=100, crashes=0):
-        waiting.write_text(str(1000 - crashes))
-        job = Job(
-            "a", tracking.outputs / str(seed), resolved(composed("tracking=local", *SHORT, CRASHING, f"seed={seed}"))
-        )
-        outcome = isolate.run_isolated(job, tracking, timeout_s, keeps)
-        return outcome, store.trial(outcome.trial_id)
-
-    monkeypatch.setenv("CRASH", "hang")
-    waiting = Path(os.environ["CRASH_COUNT"])
-    first = apart(1, True)[1].pid
-    monkeypatch.setattr(isolate, "GRACE_S", 4.0)
-    outcome, late = apart(3, True, timeout_s=0.5, crashes=1)
-    assert "did not stop by itself" in outcome.error and (late.status, late.pid) == ("failed", first)
-    kept, alone = apart(2, True)[1].pid, apart(4, False)[1].pid
-    assert len({first, kept, alone, trial.pid, os.getpid()}) == 5 and not isolate._kept
+    counted = ("session", "turn", "output_sha256", "ttft_ms", "gpu_hit_tokens")
+    assert store.turns_of(forced.trial_id, *counted) == store.turns_of(trial.id, *counted)
 
 
 @pytest.mark.parametrize(

@@ -2,37 +2,20 @@
 
 import pytest
 
-from pensieve.lab.compose.build import build_system, build_workload
-from pensieve.lab.compose.model_files import build_tokenizer
-from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.metrics import summarise
-from pensieve.lab.replay import replay
-from tests.composed import checked
+from tests.composed import replayed
 
 GROWTH = ("workload.reason_tokens=192", "workload.reason_output=32", "workload.observation_tokens=64",
           "workload.reflect_output=24", "workload.act_s=0.1")  # fmt: skip
 A_STEP = 192 + 32 + 64 + 24
 
 
-def run(*overrides):
-    plan = plan_trial(checked("workload=agents", *GROWTH, *overrides))
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
-    workload, _ = build_workload(plan, tokenizer)
-    system = build_system(plan, tokenizer)
-    started = system.start()
-    try:
-        record = replay(system, workload)
-    finally:
-        system.close()
-    return record, {(m.name, m.label): m.value for m in summarise(record.measurement, started)}
-
-
-@pytest.mark.parametrize("baseline", ["pensieve", "gpu_only", "stateless"])
+@pytest.mark.parametrize("baseline", ["pensieve", "stateless"])
 def test_the_out_of_memory_point_is_where_a_context_outgrows_the_device(baseline):
     """Blocks of 32 in 1,024 tokens: the third reflection ends at 936 tokens, the fourth reason needs 1,160."""
-    record, metrics = run(
-        f"baseline={baseline}", "cache.gpu=1024 tokens", "workload.agents=3", "workload.steps=6"
-    )  # fmt: skip
+    load = ("workload=agents", *GROWTH, "workload.agents=3", "workload.steps=6")
+    record, _ = replayed(*load, f"baseline={baseline}", "cache.gpu=1024 tokens")
+    metrics = {(m.name, m.label): m.value for m in summarise(record.measurement)}
     refused = [turn for turn in record.turns if turn.status == "refused"]
     assert {(turn.turn, turn.phase, turn.finish_reason) for turn in refused} == {(7, "reason", "capacity")}
     assert 3 * A_STEP < 1024 < 3 * A_STEP + 192 + 32

@@ -14,9 +14,9 @@ from pensieve.lab.results.schema import MetricRow, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import read_tokens
 from pensieve.lab.trial import run as run_module
-from pensieve.lab.trial import terminal
 from pensieve.lab.trial.job import heartbeat, open_tracking
 from pensieve.lab.trial.sweep import brief
+from pensieve.lab.trial.terminal import raise_if_interrupted, remember_interrupts
 from pensieve.lab.workload.chat import ChatWorkload
 from tests.composed import checked
 from tests.trial.running import run
@@ -79,20 +79,27 @@ def test_a_completed_trial_runs_again_by_force_or_with_other_code_alone(tracking
     assert f"the code changed since trial {forced.trial_id}" in capsys.readouterr().err
 
 
-def test_ctrl_c_marks_the_trial_and_keeps_no_half_file(tracking, monkeypatch):
+def test_ctrl_c_marks_the_trial_and_keeps_no_half_file(tracking, monkeypatch, pressed):
     def interrupt(*_args, **_kwargs):
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, terminal._handle)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(run_module, "replay", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                run(tracking)
-        assert terminal._ending, "a second one waits until the first has been recorded"
-    finally:
-        signal.signal(signal.SIGINT, before)
-        terminal._ending = False
+    class Freed:
+        """Raised where Python calls back, an interrupt would be printed and dropped."""
+
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    dropped = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    remember_interrupts()
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "replay", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(tracking)
+    Freed()
+    assert dropped == []
+    with pytest.raises(KeyboardInterrupt):  # a second one waits until the first has been recorded
+        raise_if_interrupted()
     trial = tracking.store.trial(1)
     assert trial.status == "interrupted"
     assert trial.error

@@ -1,15 +1,18 @@
+import os
 import sys
 import time
+from collections import namedtuple
 from itertools import pairwise
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from pensieve.errors import ResultsError
 from pensieve.lab.compose.plan import Device
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import samples
-from pensieve.lab.trial.samples import MOST_MOMENTS, Quantity, Sampler, device_metrics, gauges_of, meter_of
+from pensieve.lab.trial.samples import MOST_MOMENTS, Neighbours, Quantity, Sampler, device_metrics, gauges_of, meter_of
 from pensieve.serve.systems.base import WallClock
 from pensieve.sim.worker import VirtualClock
 from tests.results.trials import trial_fields
@@ -62,11 +65,11 @@ def test_readings_are_stored_and_summed_up(store):
     assert {r.device for r in readings} == {"cuda:0"}
     assert 0 <= readings[0].at_s <= readings[-1].at_s <= clock.now_s()  # of the trial's clock, from its beginning
     assert 15 <= meter.reads <= lasted / 0.01 + 2  # never more often than asked
-    found = values(device_metrics(sampler, 0.0, 1e9, output_tok_s=100.0))
+    found = values(device_metrics(sampler.readings(), 0.0, 1e9, output_tok_s=100.0))
     assert (found["gpu_util_pct"], found["gpu_mem_util_pct"], found["power_w"]) == (50.0, None, 200.0)
     assert found["energy_j_per_token"] == pytest.approx(3.0, rel=0.2)  # from the counter, not from the power
     assert found["device_peak_bytes"] == 10.0 * meter.reads
-    outside = values(device_metrics(sampler, 1e6, 2e6, output_tok_s=100.0))
+    outside = values(device_metrics(sampler.readings(), 1e6, 2e6, output_tok_s=100.0))
     assert (outside["gpu_util_pct"], outside["energy_j_per_token"]) == (None, None)
 
 
@@ -85,10 +88,7 @@ def test_readings_are_stored_while_the_trial_runs(store, monkeypatch, caplog):
 
 def test_what_cannot_be_read_or_stored_costs_the_samples_alone(store, monkeypatch, caplog):
     assert meter_of(SIMULATED) is None
-    with Sampler(store, 1, None, WallClock()) as sampler:
-        pass
-    assert set(values(device_metrics(sampler, 0.0, 1.0, 1.0)).values()) == {None}
-    assert store.samples_of(1) == []
+    assert set(values(device_metrics((), 0.0, 1.0, 1.0)).values()) == {None}
 
     def full(*_):
         raise ResultsError("the disk is full")
@@ -205,3 +205,38 @@ def test_a_trial_shows_what_it_held(tracking):
     assert 0 < most["cpu_blocks_used"] <= trial.cpu_tokens / chunk
     assert min(r.at_s for r in readings) == 0.0
     assert max(r.at_s for r in readings) <= trial.measure_end_s + 100
+
+
+# -- others' share of the CPUs, from counters that are written down
+
+Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")
+Own = namedtuple("Own", "user system children_user children_system")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Two cores; what a test writes into it is what psutil and the clock say."""
+    now = SimpleNamespace(s=0.0, times=Times(*[0.0] * 10), own=Own(0.0, 0.0, 0.0, 0.0), engine=None)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: now.times)
+    monkeypatch.setattr(psutil.Process, "cpu_times", lambda self: now.own if self.pid == os.getpid() else now.engine)
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [psutil.Process(1)] if now.engine else [])
+    monkeypatch.setattr(samples.time, "monotonic", lambda: now.s)
+    return now
+
+
+@pytest.mark.parametrize(
+    ("times", "own", "share"),
+    [
+        (Times(8, 0, 2, 10, 0, 0, 0, 0, 0, 0), Own(8, 2, 0, 0), 0.0),  # all of it was ours
+        (Times(8, 0, 2, 10, 0, 0, 0, 0, 0, 0), Own(3, 1, 1, 0), 0.25),  # children are ours
+        (Times(0, 0, 0, 0, 20, 0, 0, 0, 0, 0), Own(0, 0, 0, 0), 0.0),  # waiting for a disk is no work
+        (Times(5, 0, 0, 5, 0, 0, 0, 10, 0, 0), Own(5, 0, 0, 0), 0.5),  # stolen by another machine
+        (Times(10, 0, 0, 0, 0, 0, 0, 0, 10, 0), Own(0, 0, 0, 0), 0.5),  # a guest is not counted twice
+        (Times(4, 0, 0, 0, 0, 0, 0, 0, 0, 0), Own(4.1, 0, 0, 0), 0.0),  # counters tick apart: never below nothing
+    ],
+)
+def test_the_share_is_what_others_worked_of_all_that_could_be(machine, times, own, share):
+    watch = Neighbours()
+    machine.s, machine.times, machine.own = 10.0, times, own
+    assert watch.share() == pytest.approx(share)

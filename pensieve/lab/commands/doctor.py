@@ -16,8 +16,9 @@ from pensieve.errors import EngineMissing, PensieveError, typed
 from pensieve.lab.compose.build import GPU_USABLE
 from pensieve.lab.compose.conf import options, outputs_folder, read_option
 from pensieve.lab.compose.model_files import ModelConfig, local_weights
-from pensieve.lab.compose.plan import AUTO, Device, cores, cpu_label, find_device, free_host_memory_bytes
+from pensieve.lab.compose.plan import AUTO, Device, find_device, free_host_memory_bytes
 from pensieve.lab.compose.settings import CacheConfig, HardwareConfig
+from pensieve.lab.results.environment import cores, cpu_model
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial.sweep import installed
 from pensieve.lab.trial.terminal import console
@@ -65,7 +66,7 @@ def _facts(device: Device, database: str) -> Iterator[tuple[str, str]]:
     yield "extras", ", ".join(f"{name} {there[name]} ({use})" for name, use in EXTRAS.items())
     on_gpu = f"{device.label}, {format_bytes(device.gpu_bytes)} (CUDA {torch.version.cuda})"
     yield "GPU", on_gpu if device.kind == "cuda" else "none that torch can use"
-    yield "CPU", f"{cpu_label()}, {cores()} cores"
+    yield "CPU", f"{cpu_model()}, {cores()} cores"
     yield "compiler", _compiler()
     yield "attention", attention(device.kind, _dtype(device))
     yield "memory", f"{format_bytes(free_host_memory_bytes())} free"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pensieve.core.cache.base import NO_LOWER_TIER, CacheManager, LowerTier
 from pensieve.core.engine import MemoryLimits
 from pensieve.core.machine import Clock, CostModel, Worker
-from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.request import tokens_of
-from pensieve.core.scheduler.scheduler import Composition
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device import shelf
 from pensieve.device.asked import ModelAsked, physical_cores, require
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
@@ -35,7 +34,7 @@ from pensieve.serve.systems.base import AnsweringSystem, System, WallClock
 from pensieve.serve.tokenizer import ByteTokenizer, ChatTemplate, Tokenizer
 from pensieve.sim.machine_profile import read_profile
 from pensieve.sim.worker import SimulatedCost, VirtualClock, simulated_cost
-from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,49 +49,46 @@ Lengths = Sequence[tuple[int, int]]
 """(tokens of the whole prompt, history included; tokens of the reply) of each request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The factories that the configuration names by dotted paths, with their checked fields bound. A baseline has a cache
-    manager or an engine of its own; simulated: what stands for that engine on a simulated machine."""
+def cache_of(
+    config: TrialConfig, model: ModelSpec | None = None, longest_tokens: int | None = None
+) -> Callable[..., CacheManager] | None:
+    """The cache manager of a baseline in the engine, with its fields bound.
 
-    cache: Callable[..., CacheManager] | None
-    engine: Callable[[EngineSetup], OutsideEngine] | None
-    simulated: Callable[[ModelSpec, HardwareSpec, int], System] | None
-    policy: Callable[[PolicyContext], EvictionPolicy]
-    composition: Composition
-    below: Callable[[], LowerTier] | None
-    workload: Callable[[WorkloadContext], Workload]
-
-
-def find_parts(config: TrialConfig, longest_tokens: int | None = None, model: ModelSpec | None = None) -> Parts:
-    """longest_tokens: of the workload's longest conversation, for a cache that asks for it by a field of that name. model:
-    as planned, whose KV may slide out of its windows.
-
-    Raises EngineMissing where a target is not there, ConfigError for a field that it does not take.
+    model: as planned, whose KV may slide out of its windows. longest_tokens: of the workload's longest conversation, for a
+    cache that asks for it by a field of that name. Raises as `settings.factory` does.
     """
-    baseline, cache = config.baseline, config.baseline.cache
-    if cache is not None and "longest_tokens" in cache and cache["longest_tokens"] is None:
-        cache = {**cache, "longest_tokens": longest_tokens}
-    if cache is not None and model is not None and model.slides:
-        windows = {
+    node = config.baseline.cache
+    changed: dict[str, Any] = {}
+    if node is not None and node.get("longest_tokens", 0) is None:
+        changed["longest_tokens"] = longest_tokens
+    if model is not None and model.slides:
+        changed |= {
+            "_target_": "pensieve.plugins.caches.windowed.WindowedCache",
             "window_tokens": model.sliding_window,
             "beside": model.blocks_beside(config.cache.chunk_tokens),
             "states": model.states is not None,
         }
-        cache = {**cache, "_target_": "pensieve.plugins.caches.windowed.WindowedCache", **windows}
+    return _of_baseline(config, node and {**node, **changed}, "policy", "chunk_tokens", "gpu_blocks", "cpu_blocks")
 
-    def of_baseline(node: dict[str, Any] | None, *given: str) -> Callable[..., Any] | None:
-        return None if node is None else factory("baseline", {**node, "name": baseline.name}, given)
 
-    return Parts(
-        cache=of_baseline(cache, "policy", "chunk_tokens", "gpu_blocks", "cpu_blocks"),
-        engine=of_baseline(baseline.engine),
-        simulated=of_baseline(baseline.simulated),
-        policy=factory("eviction", config.eviction),
-        composition=factory("scheduler", {**config.scheduler.composition, "name": config.scheduler.name}),
-        below=of_baseline(baseline.below),
-        workload=factory("workload", config.workload),
-    )
+def _of_baseline(config: TrialConfig, node: Mapping[str, Any] | None, *given: str) -> Callable[..., Any] | None:
+    """A part of the baseline, with its fields bound; None where it has no such part. given: what its caller passes."""
+    return None if node is None else factory("baseline", {**node, "name": config.baseline.name}, given)
+
+
+def _scheduler(config: TrialConfig) -> SchedulerSettings:
+    composition = factory("scheduler", {**config.scheduler.composition, "name": config.scheduler.name})
+    return filled(SchedulerSettings, config.scheduler, composition=composition)
+
+
+def _check_parts(config: TrialConfig) -> None:
+    """Raises EngineMissing where a target of the configuration is not there, ConfigError for a field that it refuses."""
+    cache_of(config)
+    _scheduler(config)
+    for node in (config.baseline.engine, config.baseline.simulated, config.baseline.below):
+        _of_baseline(config, node)
+    factory("eviction", config.eviction)
+    factory("workload", config.workload)
 
 
 def build_system(
@@ -111,9 +107,8 @@ def build_system(
     config = plan.config
     if config.hardware.router != "single":
         raise ConfigError("A cluster of simulated replicas runs trials only; use hardware.router=single.")
-    parts = find_parts(config, longest_conversation(described) if described else None, plan.model)
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    return _engine_system(plan, parts, tokenizer, keeps_disk)
+    return _engine_system(plan, tokenizer, described, keeps_disk)
 
 
 def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> ClusterSystem:
@@ -123,10 +118,9 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
     from pensieve.serve.systems.inline_system import InlineSystem
 
     hardware = plan.config.hardware
-    parts = find_parts(plan.config, longest_conversation(described) if described else None, plan.model)
 
     def make() -> InlineSystem:
-        system = _engine_system(plan, parts, tokenizer)
+        system = _engine_system(plan, tokenizer, described)
         assert isinstance(system, InlineSystem)
         return system
 
@@ -134,15 +128,15 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
 
 
 def _engine_system(
-    plan: TrialPlan, parts: Parts, tokenizer: Tokenizer, keeps_disk: bool = False
+    plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None, keeps_disk: bool = False
 ) -> InlineSystem | ThreadedSystem:
-    from pensieve.core.scheduler.scheduler import SchedulerSettings
     from pensieve.serve.systems.inline_system import InlineSystem
     from pensieve.serve.systems.threaded_system import ThreadedSystem
 
     config = plan.config
-    assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
-    below = _tier_below(plan, parts, keeps_disk)
+    cache = cache_of(config, plan.model, longest_conversation(described) if described else None)
+    assert cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
+    below = _tier_below(plan, keeps_disk)
     clock, worker, gpu_blocks = clock_and_worker(plan, below)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
     return kind(
@@ -150,9 +144,9 @@ def _engine_system(
         hardware=plan.hardware,
         worker=worker,
         clock=clock,
-        cache=parts.cache,
-        policy=parts.policy,
-        scheduler=filled(SchedulerSettings, config.scheduler, composition=parts.composition),
+        cache=cache,
+        policy=factory("eviction", config.eviction),
+        scheduler=_scheduler(config),
         gpu_blocks=gpu_blocks,
         cpu_blocks=plan.cpu_blocks,
         below=below,
@@ -172,28 +166,27 @@ def _measured_before(plan: TrialPlan) -> CostModel | None:
 
 
 def outside_engine(
-    plan: TrialPlan,
-    longest_tokens: int | None = None,
-    tokenizer: Tokenizer | None = None,
-    weights: str | None = None,
-    conversations: int | None = None,
+    plan: TrialPlan, tokenizer: Tokenizer | None = None, described: WorkloadPlan | None = None, starts: bool = False
 ) -> OutsideEngine:
-    """The engine of an outside baseline, not started and nothing of it imported yet. weights: what it loads, see
-    weights.loadable; None: as the configuration names them, for an engine that is not going to start. longest_tokens,
-    conversations: see EngineSetup.
+    """The engine of an outside baseline, not started and nothing of it imported yet. starts: with the weights that it loads;
+    otherwise as the configuration names them.
 
     Raises EngineMissing, ConfigError.
     """
     config = plan.config
-    make = find_parts(config, longest_tokens).engine
+    make = _of_baseline(config, config.baseline.engine)
     assert make is not None, f"baseline={config.baseline.name} is in the engine: build_system"
+    longest = conversations = None
+    if described is not None:  # the longest that may come, also where holding it is what the workload puts to the test
+        longest = described.facts.get("longest_context_tokens") or longest_conversation(described)
+        conversations = described.sessions
     eos = config.model.architecture.get("eos_token_id")
     listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return make(
+    found: OutsideEngine = make(
         EngineSetup(
             baseline=config.baseline.name,
             model=plan.model,
-            weights=weights or config.model.weights,
+            weights=loadable(config.model) if starts else config.model.weights,
             hub_id=config.model.hub_id,
             revision=config.model.revision,
             seed=config.model.seed,
@@ -204,7 +197,7 @@ def outside_engine(
             block_tokens=plan.chunk_tokens,
             batch_tokens=config.scheduler.max_batch_tokens,
             batch_requests=config.scheduler.max_batch_requests,
-            longest_tokens=longest_tokens,
+            longest_tokens=longest,
             conversations=conversations,
             eos=frozenset(int(token) for token in listed),
             tokenizer=tokenizer,
@@ -212,24 +205,22 @@ def outside_engine(
             network_gbps=config.hardware.network_gbps,
         )
     )
+    return found
 
 
 def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> OutsideSystem:
     """The system of an outside engine, not started yet."""
-    longest = conversations = None
-    if described is not None:  # the longest that may come, also where holding it is what the workload puts to the test
-        longest = described.facts.get("longest_context_tokens") or longest_conversation(described)
-        conversations = described.sessions
-    return OutsideSystem(outside_engine(plan, longest, tokenizer, loadable(plan.config.model), conversations))
+    return OutsideSystem(outside_engine(plan, tokenizer, described, starts=True))
 
 
 def build_simulated(plan: TrialPlan) -> System:
     """What stands for an engine of others on a simulated machine, not started yet."""
-    make = find_parts(plan.config).simulated
+    make = _of_baseline(plan.config, plan.config.baseline.simulated)
     assert make is not None, f"baseline={plan.config.baseline.name} has nothing to simulate it: plan_trial refuses that"
     if plan.config.hardware.router != "single":
         raise ConfigError("A cluster is of baselines in the engine; use hardware.router=single.")
-    return make(plan.model, plan.hardware, plan.chunk_tokens)
+    system: System = make(plan.model, plan.hardware, plan.chunk_tokens)
+    return system
 
 
 def clock_and_worker(
@@ -281,9 +272,10 @@ def _asked_model(plan: TrialPlan) -> ModelAsked:
     )
 
 
-def _tier_below(plan: TrialPlan, parts: Parts, keeps_disk: bool) -> LowerTier:
+def _tier_below(plan: TrialPlan, keeps_disk: bool) -> LowerTier:
     """A tier under the CPU's. Raises HardwareMissing where it is for simulated machines only."""
-    below = NO_LOWER_TIER if parts.below is None else parts.below()
+    make = _of_baseline(plan.config, plan.config.baseline.below)
+    below: LowerTier = NO_LOWER_TIER if make is None else make()
     if plan.disk_blocks:
         from pensieve.plugins.tiers.disk import DiskTier
 
@@ -323,7 +315,8 @@ def torch_options(
 
 def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
     """The workload, without asking whether it fits this baseline."""
-    return in_state(plan.config.cache_state, find_parts(plan.config).workload, workload_context(plan, tokenizer))
+    make = factory("workload", plan.config.workload)
+    return in_state(plan.config.cache_state, make, workload_context(plan, tokenizer))
 
 
 def workload_context(plan: TrialPlan, tokenizer: Tokenizer) -> WorkloadContext:
@@ -389,7 +382,7 @@ def preflight(plan: TrialPlan) -> tuple[Workload, WorkloadPlan]:
 
     Raises EngineMissing, ConfigError, HardwareMissing, WeightsMissing, UnsupportedModel, CapacityError.
     """
-    find_parts(plan.config)
+    _check_parts(plan.config)
     if plan.config.baseline.engine is not None and not plan.device.simulated:
         tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
         outside_engine(plan, tokenizer=tokenizer).check()

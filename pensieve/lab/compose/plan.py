@@ -4,7 +4,6 @@ imported only to ask about a real GPU.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pensieve.device import shelf
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
 from pensieve.lab.compose.model_files import ModelConfig, folder_architecture, weights_kind
 from pensieve.lab.compose.settings import HardwareConfig, TrialConfig, filled
+from pensieve.lab.results.environment import cores, cpu_model
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import Capacity, format_bytes, parse_capacity
 
@@ -96,24 +96,6 @@ def free_host_memory_bytes() -> int:
     return min(int(psutil.virtual_memory().available) + shelf.kept_host_bytes(), host_memory_bytes())
 
 
-def cpu_label() -> str:
-    """The processor's name, where the system gives one."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    import platform
-
-    return platform.processor() or platform.machine()
-
-
-def cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def find_device(hardware: HardwareConfig) -> Device:
     """The device that hardware= means here. Raises HardwareMissing for a GPU that is not there."""
     if hardware.simulated:
@@ -173,7 +155,7 @@ def _cpu(hardware: HardwareConfig) -> Device:
         )
     limit = memory_limit_bytes(hardware)
     memory = host_memory_bytes() if limit is None else min(limit, host_memory_bytes())
-    return Device("cpu", "cpu", "cpu", cpu_label(), hardware.gpus, memory, memory)
+    return Device("cpu", "cpu", "cpu", cpu_model(), hardware.gpus, memory, memory)
 
 
 def memory_limit_bytes(hardware: HardwareConfig) -> int | None:

@@ -38,7 +38,7 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0)]
 Above = Annotated[float, Field(gt=0.0)]
 
-AttentionChoice = Literal["auto", "reference", "native", "triton", "triton_pointers"]
+AttentionChoice = Literal["auto", "reference", "native", "triton"]
 
 
 class _Group(BaseModel):
@@ -74,12 +74,6 @@ class SchedulerConfig(_Group):
     copy_ahead: AskedCopyAhead
     load_apart: bool
     admit_beyond_budget: bool = True
-
-    @model_validator(mode="after")
-    def _stops_above_where_it_starts(self) -> SchedulerConfig:
-        if self.swap_out_stop < self.swap_out_start:
-            raise ValueError("scheduler.swap_out_stop must not be below scheduler.swap_out_start")
-        return self
 
 
 class BaselineConfig(_Group):

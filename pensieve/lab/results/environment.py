@@ -47,10 +47,10 @@ def environment() -> dict[str, Any]:
         "packages": _packages(),
         "git": _git(Path(pensieve.__file__).parent.parent),
         "cpu": {
-            "model": _cpu_model(),
+            "model": cpu_model(),
             "cores": psutil.cpu_count(logical=False),
             "logical_cores": psutil.cpu_count(),
-            "usable_cores": _usable_cores(),
+            "usable_cores": cores(),
         },
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpus(),
@@ -80,7 +80,8 @@ def _git(folder: Path) -> dict[str, Any]:
     return {"commit": None if commit == "(initial)" else commit, "dirty": changed}
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's name, where the system gives one."""
     with suppress(OSError):  # not Linux: the platform module's word is all there is
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -88,8 +89,9 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count()
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> list[dict[str, Any]]:

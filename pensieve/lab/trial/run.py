@@ -263,13 +263,13 @@ class Attempt:
                 effective = _effective(system, plan, described, started)
                 effective["engine"].update({MEASURED_AT: measured_at} if measured_at else {})
                 store.set_trial(trial_id, **effective)
-                meter = meter_of(plan.device, plan.computes_elsewhere)
-                sampler = Sampler(store, trial_id, meter, system.clock)
-                occupancy = Sampler(store, trial_id, gauges_of(system), system.clock, most=MOST_MOMENTS)
+                meter, gauges = meter_of(plan.device, plan.computes_elsewhere), gauges_of(system)
+                sampler = Sampler(store, trial_id, meter, system.clock) if meter else None
+                occupancy = Sampler(store, trial_id, gauges, system.clock, most=MOST_MOMENTS) if gauges else None
                 limit_bytes = memory_limit_bytes(config.hardware)
                 ours = processes.with_children if plan.computes_elsewhere else processes.this_process
                 own = processes.MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
-                with sampler, occupancy, own or nullcontext():
+                with sampler or nullcontext(), occupancy or nullcontext(), own or nullcontext():
                     record = self._replay(trial_id, system, workload, described, deadline)
                 others = neighbours.share()
                 counted = system.counters()
@@ -290,7 +290,7 @@ class Attempt:
         metrics = summarise(record.measurement, started)
         start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
         output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
-        metrics += device_metrics(sampler, start_s, end_s, output)
+        metrics += device_metrics(sampler.readings() if sampler else (), start_s, end_s, output)
         metrics += _processes(counted)
         metrics.append(MetricValue("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere)))
         prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
@@ -380,12 +380,12 @@ def _system(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan) -> S
 
 def _processes(counted: Mapping[str, float]) -> list[MetricValue]:
     """Of the processes of a whole trial, where somebody watched them. counted: what a system counts, from its start on."""
-    starts = int(counted.get("process_starts", 0))
-    means = ("process_load_ms", "process_start_ms") if starts else ()
-    peak = [
-        MetricValue(name, float(counted[name])) for name in ("processes_peak_bytes",) if counted.get(name) is not None
-    ]
-    return peak + [MetricValue(f"{name}_mean", counted[name] / starts, n=starts, n_unit="processes") for name in means]
+    found, starts = list[MetricValue](), int(counted.get("process_starts", 0))
+    if (peak := counted.get("processes_peak_bytes")) is not None:
+        found.append(MetricValue("processes_peak_bytes", float(peak)))
+    for name in ("process_load_ms", "process_start_ms") if starts else ():
+        found.append(MetricValue(f"{name}_mean", counted[name] / starts, n=starts, n_unit="processes"))
+    return found
 
 
 def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -419,14 +419,15 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
     }
 
 
+_OF_WORKLOAD = ("load", "sessions", "turns", "warmup_turns", "cache_state")
+
+
 def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started: StartReport) -> dict[str, Any]:
     """What the started system reports about itself, and the workload's description."""
     settings = {**system.settings(), **started.settings}
-    effective: dict[str, Any] = {
-        name: settings[name]
-        for name in ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")
-        if name in settings  # None: the engine has no such limit, or does not say
-    }
+    sizes = ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")
+    # None: the engine has no such limit, or does not say.
+    effective: dict[str, Any] = {name: settings[name] for name in sizes if name in settings}
     if settings.get("revision"):
         effective["model_revision"] = settings["revision"]
     engine = {
@@ -434,14 +435,7 @@ def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started
         "budget_gpu_tokens": plan.budget_gpu_blocks * plan.chunk_tokens,
         "budget_cpu_tokens": plan.budget_cpu_blocks * plan.chunk_tokens,
         "budget_disk_tokens": plan.disk_blocks * plan.chunk_tokens,
-        "workload": {
-            "load": described.load,
-            "sessions": described.sessions,
-            "turns": described.turns,
-            "warmup_turns": described.warmup_turns,
-            "cache_state": described.cache_state,
-            **described.facts,
-        },
+        "workload": {**{name: getattr(described, name) for name in _OF_WORKLOAD}, **described.facts},
     }
     return {**effective, "working_set_tokens": described.working_set_tokens, "engine": engine}
 

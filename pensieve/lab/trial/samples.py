@@ -21,8 +21,9 @@ import psutil
 from pensieve.core.machine import Clock
 from pensieve.core.plan import Tier
 from pensieve.errors import ResultsError
-from pensieve.lab.compose.plan import Device, cores
+from pensieve.lab.compose.plan import Device
 from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.environment import cores
 from pensieve.lab.results.store import ENGINE, Holding, Reading, ResultsStore
 from pensieve.lab.turns import Turns
 from pensieve.serve.books.books import PositionPrices
@@ -161,15 +162,14 @@ class Sampler:
     On a wall clock a thread reads. On a virtual clock readings are taken at evenly spaced simulated times: when the clock is
     about to move past one, the meter is read before it moves. At `most` moments every second one is dropped and the interval
     doubles, so that a trial of any length keeps between half of them and all; these are stored when the block ends, all
-    others in batches. None in place of a meter: nothing is read. A reading or storing that fails is logged and ends the
-    sampling, not the trial.
+    others in batches. A reading or storing that fails is logged and ends the sampling, not the trial.
     """
 
     def __init__(
         self,
         store: ResultsStore,
         trial_id: int,
-        meter: Meter | None,
+        meter: Meter,
         clock: Clock,
         interval_s: float = INTERVAL_S,
         most: int | None = None,
@@ -184,15 +184,13 @@ class Sampler:
 
     def __enter__(self) -> Sampler:
         self._origin_s = self._clock.now_s()
-        if isinstance(self._clock, VirtualClock) and self._meter is not None:
+        if isinstance(self._clock, VirtualClock):
             self._clock.on_advance = self._advance
-        elif self._meter is not None:
+        else:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._meter is None:
-            return
         if isinstance(self._clock, VirtualClock):
             self._clock.on_advance = None
         else:
@@ -205,8 +203,8 @@ class Sampler:
 
     def readings(self, begin: int = 0) -> list[Reading]:
         """From the moment of that number on."""
-        device = "" if self._meter is None else self._meter.device
-        return [Reading(at_s, device, *quantity) for at_s, read in self._moments[begin:] for quantity in read]
+        moments = self._moments[begin:]
+        return [Reading(at_s, self._meter.device, *quantity) for at_s, read in moments for quantity in read]
 
     def _store_moments(self) -> None:
         self._store.add_samples(self._trial_id, self.readings(self._n_stored))
@@ -217,13 +215,11 @@ class Sampler:
         until_s = ns / 1e9 - self._origin_s
         if until_s <= self._due_s:
             return
-        assert self._meter is not None
         read = self._meter.read()
         while self._due_s < until_s:
             self._keep(self._due_s, read)
 
     def _watch(self) -> None:
-        assert self._meter is not None
         while not self._stop.wait(max(0.0, self._due_s - (self._clock.now_s() - self._origin_s))):
             at_s = self._clock.now_s() - self._origin_s
             try:
@@ -243,11 +239,13 @@ class Sampler:
         self._due_s = self._moments[-1][0] + self._interval_s
 
 
-def device_metrics(sampler: Sampler, start_s: float, end_s: float, output_tok_s: float | None) -> list[MetricValue]:
+def device_metrics(
+    readings: Iterable[Reading], start_s: float, end_s: float, output_tok_s: float | None
+) -> list[MetricValue]:
     """Means over [start_s, end_s] and peaks over the whole trial; null where the device does not report it."""
     inside: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     memory = []
-    for one in sampler.readings():
+    for one in readings:
         if one.value is not None and start_s <= one.at_s <= end_s:
             inside[one.name].append((one.at_s, one.value))
         if one.value is not None and one.name == "memory_bytes":

@@ -35,10 +35,10 @@ from pensieve.errors import ConfigError, in_checkout
 from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.compose.explain import explain
-from pensieve.lab.compose.plan import TrialPlan, awaits_profile, cores, host_memory_bytes
+from pensieve.lab.compose.plan import TrialPlan, awaits_profile, host_memory_bytes
 from pensieve.lab.compose.settings import TrackingConfig, TrialConfig, check, resolved
 from pensieve.lab.metrics import MetricValue
-from pensieve.lab.results.environment import Owner, git_commit, host, this_process
+from pensieve.lab.results.environment import Owner, cores, git_commit, host, this_process
 from pensieve.lab.results.frame import Cell, Panel, footer, mixtures
 from pensieve.lab.results.identity import sweep_key
 from pensieve.lab.results.mlflow_runs import URL_ENV, client_of, copy_sweep, copy_trial
