@@ -19,10 +19,10 @@ from pensieve.device.shelf import open_shelf
 from pensieve.errors import ConfigError, HardwareMissing, PensieveError
 from pensieve.lab.bench.case import Case, Measured, explain, interleaved, table
 from pensieve.lab.compose.conf import read_option
-from pensieve.lab.compose.plan import Device, cores, find_device
+from pensieve.lab.compose.plan import Device, find_device
 from pensieve.lab.compose.settings import HardwareConfig, TrackingConfig, check_node, resolved
 from pensieve.lab.metrics import MetricValue, is_known
-from pensieve.lab.results.environment import environment, git_commit, gpus, host
+from pensieve.lab.results.environment import cores, environment, git_commit, gpus, host
 from pensieve.lab.results.identity import identify, sweep_key
 from pensieve.lab.results.schema import BENCH
 from pensieve.lab.trial.job import Job, Outcome, Tracking, device_lock, open_tracking
