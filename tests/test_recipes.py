@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.disk import Talk
+from tests.test_disk_exact import Talk
 from tests.typed import typed
 
 CHECKOUT = Path(__file__).resolve().parents[1]

@@ -21,12 +21,11 @@ class Cost:
     """Seconds of a chunk: by context length to compute, alike to load."""
 
     load: float
-    chunk: float = 1.0
-    context: float = 0.0
-    step: float = 0.0
+    context: float
+    step: float
 
     def recompute_s(self, context_tokens: int) -> float:
-        return self.chunk + self.context * context_tokens
+        return 1.0 + self.context * context_tokens
 
     def step_s(self) -> float:
         return self.step
@@ -39,22 +38,6 @@ class Cost:
 
     def describe(self) -> dict[str, Any]:
         return {}
-
-
-def times(cost: Cost, layers: int = 4, batch_tokens: int = 16) -> RestoreTimes:
-    return RestoreTimes(cost, 4, layers, batch_tokens)
-
-
-def chunks(count: int, first: int = 0) -> list[tuple[int, int]]:
-    return [(4 * index, 4 * index + 4) for index in range(first, first + count)]
-
-
-def test_the_split_is_where_computing_and_loading_take_as_long() -> None:
-    """Without a step's cost, in iterations of one chunk: d chunks of 1 s beside 30 - d of 0.5 s, so d = 10."""
-    model, asked = times(Cost(load=0.5), layers=1000, batch_tokens=4), ([(120, 121)], chunks(30), 0)
-    assert model.choose(*asked) == 10
-    for recomputed, seconds in ((10, 10 + 0.25), (0, 15), (30, 30.25)):  # a quarter of a chunk is the new prompt
-        assert model.seconds_of_splits(*asked)[recomputed] == pytest.approx(seconds, abs=0.01)
 
 
 def position_by_position(model: RestoreTimes, missing: Any, on_cpu: Any, recomputed: int, backlog: int) -> float:
@@ -75,9 +58,9 @@ def position_by_position(model: RestoreTimes, missing: Any, on_cpu: Any, recompu
 def test_every_split_takes_what_its_iterations_take_one_after_the_other() -> None:
     rng = random.Random(5)
     for _ in range(60):
-        cost = Cost(rng.choice((0.0, 0.3, 5.0)), 1.0, rng.choice((0.0, 0.01)), rng.choice((0.0, 3.0)))
-        model, count = times(cost, rng.choice((1, 4, 32)), rng.choice((3, 16, 64))), rng.randint(1, 30)
-        on_cpu = sorted(rng.sample(chunks(2 * count), count))
+        cost = Cost(rng.choice((0.0, 0.3, 5.0)), rng.choice((0.0, 0.01)), rng.choice((0.0, 3.0)))
+        model, count = RestoreTimes(cost, 4, rng.choice((1, 4, 32)), rng.choice((3, 16, 64))), rng.randint(1, 30)
+        on_cpu = sorted(rng.sample([(4 * index, 4 * index + 4) for index in range(2 * count)], count))
         free = sorted(set(range(8 * count)) - {p for start, stop in on_cpu for p in range(start, stop)})
         missing = [*((p, p + 1) for p in sorted(rng.sample(free, rng.choice((0, count))))), (8 * count, 8 * count + 9)]
         for recomputed, seconds in enumerate(model.seconds_of_splits(missing, on_cpu, backlog := rng.choice((0, 9)))):

@@ -42,17 +42,6 @@ def hits(record: TurnRecord) -> tuple[int | None, ...]:
     return record.gpu_hit_tokens, record.cpu_hit_tokens, record.recomputed_tokens, record.shared_hit_tokens
 
 
-def test_a_second_conversation_finds_what_the_first_began_with() -> None:
-    engine = engine_of()
-    turn(engine, asking(1, "a", SYSTEM + own(1)))
-    used = engine.cache.gpu_blocks_used
-    record = turn(engine, asking(2, "b", SYSTEM + own(2)))
-    assert hits(record) == (0, 0, 0, 40)
-    assert engine.cache.gpu_blocks_used == used + 2, "its own six tokens and the reply to them"
-    again = turn(engine, asking(3, "a", engine.cache.sessions["a"].tokens + own(3)))
-    assert hits(again) == (48, 0, 0, 0), "its own history, none of it shared from elsewhere"
-
-
 def test_two_that_are_answered_alike_keep_one_copy() -> None:
     """Each has its own while both run; the second to stop gives up what the first one has."""
     engine, prompt = engine_of(max_batch_tokens=64), SYSTEM + own(1)

@@ -77,23 +77,19 @@ def drive(engine, seed, most=400):
 def test_no_token_needs_what_has_left_the_window():
     paths = Paths()
     for seed in range(2):
-        engine = one_after_another(seed)
+        rng = random.Random(seed)
+        gpu, cpu, budget = rng.choice([40, 70, 120]), rng.choice([0, 20, 90]), rng.choice([6, 24, 64])
+        policy = rng.choice([Lru, RetentionValue])(policy_context(CHUNK, gpu, cpu))
+        sizes = {"chunk_tokens": CHUNK, "gpu_blocks": gpu, "cpu_blocks": cpu}
+        cache = WindowedCache(window_tokens=20, beside=1, policy=policy, **sizes)
+        cache.begin(batch_tokens=budget)
+        settings = SchedulerSettings(max_batch_tokens=budget, max_batch_requests=rng.choice([1, 3, 8]))
+        engine = Forgetful(tiny_model("gemma2"), cache, settings, 512, options=TorchOptions(depth=rng.choice([1, 2])))
+        drive(engine, seed)
+        engine.run()
         assert engine.overwritten
         paths.add(engine.paths)
     assert paths.gpu_hit and paths.cpu_restore and paths.recompute and paths.cancelled
-
-
-def one_after_another(seed):
-    rng = random.Random(seed)
-    gpu, cpu, budget = rng.choice([40, 70, 120]), rng.choice([0, 20, 90]), rng.choice([6, 24, 64])
-    policy = rng.choice([Lru, RetentionValue])(policy_context(CHUNK, gpu, cpu))
-    cache = WindowedCache(window_tokens=20, beside=1, policy=policy, chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
-    cache.begin(batch_tokens=budget)
-    settings = SchedulerSettings(max_batch_tokens=budget, max_batch_requests=rng.choice([1, 3, 8]))
-    engine = Forgetful(tiny_model("gemma2"), cache, settings, 512, options=TorchOptions(depth=rng.choice([1, 2])))
-    drive(engine, seed)
-    engine.run()
-    return engine
 
 
 @pytest.mark.parametrize(
@@ -177,26 +173,16 @@ def test_a_budget_is_as_many_bytes_either_way_and_what_cannot_slide_is_refused()
 STATES = partial(WindowedCache, window_tokens=None, beside=7, states=True)
 
 
-@pytest.mark.parametrize("length", [31, 32])
-def test_an_idle_conversation_holds_its_kv_and_one_state_whatever_its_length(length):
+@pytest.mark.parametrize(("length", "cut", "found"), [(60, 0, 61), (63, 0, 64), (60, 1, 0), (60, 20, 0)])
+def test_an_idle_conversation_holds_its_kv_and_one_state_which_serves_the_last_position_alone(length, cut, found):
+    """A window would serve the one before too."""
     engine = make_engine(gpu_blocks=200, cpu_blocks=0, cache=STATES)
     engine.say(request(1, "a", length, 2))
     run(engine)
     assert engine.cache.gpu_blocks_used == -(-(length + 1) // CHUNK) + 7
-
-
-@pytest.mark.parametrize(("cut", "found"), [(0, 61), (1, 0), (20, 0)])
-def test_a_state_serves_the_last_position_alone(cut, found):
-    """A window would serve the one before too."""
-    engine = make_engine(gpu_blocks=200, cpu_blocks=0, cache=STATES)
-    engine.say(request(1, "a", 60, 2))
-    turns = run(engine)
-    held = engine.cache.sessions["a"].tokens
-    assert len(held) == 62
-    prompt = held[: len(held) - 1 - cut] + random_tokens(5, 1)
+    prompt = engine.cache.sessions["a"].tokens[: length + 1 - cut] + random_tokens(5, 1)
     engine.submit(replace(request(2, "a", 5, 1, 2), prompt=prompt))
-    turns |= run(engine)
-    assert turns[2].gpu_hit_tokens == found
+    assert run(engine)[2].gpu_hit_tokens == found
 
 
 def test_states_move_with_the_last_chunk_and_leave_last():

@@ -63,12 +63,6 @@ def loads() -> list[Load]:
     ]
 
 
-def name(load: Load) -> str:
-    kind = load.shape or ("strict" if load.strict else "random")
-    kind += ", forks" * bool(load.forks) + ", shared prompt" * bool(load.shared) + ", whole blocks" * load.whole
-    return f"{kind}; {load.at_once} at once; {load.device} + {load.host} blocks"
-
-
 def traffic(rows: Sequence[Row], path: Path) -> None:
     """The recording, with tokens of its own."""
     salt, fresh = Salt(b"calibration"), iter(range(10**9))
@@ -140,7 +134,7 @@ def predictions(ranked: Sequence[Load] = RANKED) -> Iterator[tuple[str, Load]]:
         for alike in ranked:
             conversations = source.conversations if alike.shape else alike.conversations  # a shape has its own
             if replace(alike, **size, conversations=conversations) == source:
-                yield from ((name(source), one) for one in with_orders(alike))
+                yield from ((source.name, one) for one in with_orders(alike))
 
 
 def predicted(source: str, load: Load, folder: Path) -> Apart:

@@ -17,7 +17,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,21 +81,17 @@ class Load:
 
     @property
     def name(self) -> str:
-        size = f"{self.device} + {self.host} x {self.blocks_per_chunk}"
-        if self.shape:
-            return f"{self.shape}, {self.order}, {size}"
-        if self.at_once > 1:
-            prompts = ", prompts" * self.prompt_only
-            return f"{self.at_once} at once, {self._turn}, {self.order}, {size}{prompts}, shared {self.shared}"
-        how = f"{self._turn}, {self.order}, {size}"
-        which = (
-            f"{', prompts' * self.prompt_only}{', whole blocks' * self.whole}{', short replies' * (self.replies < 16)}"
-        )
-        return f"{how}{which}, shared {self.shared}, forks {self.forks}"
-
-    @property
-    def _turn(self) -> str:
-        return "strict" if self.strict else "random"
+        said = {
+            f"{self.at_once} at once": self.at_once > 1,
+            self.shape or ("strict" if self.strict else "random"): True,
+            f"{self.order}, {self.device} + {self.host} x {self.blocks_per_chunk}": True,
+            "prompts": self.prompt_only,
+            "whole blocks": self.whole,
+            "short replies": self.replies < 16 and not self.shape,
+            f"shared {self.shared}": self.shared,
+            f"forks {self.forks}": self.forks,
+        }
+        return ", ".join(word for word, holds in said.items() if holds)
 
     @property
     def cache(self) -> dict[str, Any]:
@@ -280,12 +275,8 @@ def asked(load: Load, engine: TalkingEngine) -> tuple[list[Hits], list[list[int]
     return [found[number] for number in sorted(found)], [replies[number] for number in sorted(replies)]
 
 
-def theirs(load: Load, engine: Asked | None = None) -> tuple[list[Hits], list[Sequence[int]], list[list[int]]]:
-    """What the real vLLM finds; the replies, and the prompts. engine: one that runs, and begins anew."""
-    if engine is None:
-        with closing(Asked.of(load)) as own:
-            return theirs(load, own)
-    engine.anew(load)
+def theirs(load: Load, engine: Asked) -> tuple[list[Hits], list[Heard], list[list[int]]]:
+    """What the real vLLM finds, which was asked nothing before; the replies, and the prompts."""
     prompts: list[list[int]] = []
     said: dict[str, list[int]] = {}
     heard: list[Heard] = []
@@ -298,7 +289,7 @@ def theirs(load: Load, engine: Asked | None = None) -> tuple[list[Hits], list[Se
             assert answer.cached_tokens is not None
             behind = answer.cached_on_host or 0
             found[number] = Hits(answer.cached_tokens - behind, behind)
-            said[name] = said[f"#{number}"] = [*prompts[number], *heard[number].tokens]
+            said[name] = said[f"#{number}"] = [*prompts[number], *heard[number]]
 
     with ThreadPoolExecutor(load.at_once) as pool:
         for number, (name, prompt, reply) in enumerate(load.turns()):
@@ -312,11 +303,12 @@ def theirs(load: Load, engine: Asked | None = None) -> tuple[list[Hits], list[Se
             engine.sent.wait()
         while running:
             take()
-    return [found[number] for number in sorted(found)], [one.tokens for one in heard], prompts
+    return [found[number] for number in sorted(found)], heard, prompts
 
 
 class Asked(Vllm):
-    """An engine that can begin anew. sent: the last request is on its way, so the next one comes behind it."""
+    """An engine for which a request's number is its time. sent: the last request is on its way, so the next one comes behind
+    it."""
 
     @classmethod
     def of(cls, load: Load) -> Asked:
@@ -329,26 +321,16 @@ class Asked(Vllm):
 
     sent: threading.Event
 
-    def anew(self, load: Load) -> None:
-        """Begin with nothing, and with that load's order and CPU tier."""
-        self._policy = load.order
-        super()._send({"anew": (load.order, load.host)})
-
     def _send(self, command: Mapping[str, Any]) -> None:
         super()._send({**command, "now_s": int(command["add"])})
         self.sent.set()
 
 
-class Heard:
+class Heard(list[int]):
     """The tokens of a reply."""
 
-    cancelled = False
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
     def tell(self, *tokens: int, at_s: float | None = None) -> bool:
-        self.tokens += tokens
+        self.extend(tokens)
         return True
 
 
@@ -367,9 +349,13 @@ def compared(load: Load, real: Sequence[Hits]) -> str:
     prompts."""
     own = ours(load)
     device, host = (sum(one) for one in zip(*real, strict=True))
-    differ = [number for number, (a, b) in enumerate(zip(real, own, strict=True)) if a != b]
     points = 100 * (found_in(own) - found_in(real)) / asked_tokens(load)
-    return f"| {load.name} | {device} | {host} | {len(differ)} of {len(real)} | {points:+.2f} | {differ[:8]} |"
+    return f"| {load.name} | {device} | {host} | {differing(real, own)} of {len(real)} | {points:+.2f} |"
+
+
+def differing(real: Sequence[Hits], own: Sequence[Hits]) -> int:
+    """Requests that do not find the same."""
+    return sum(a != b for a, b in zip(real, own, strict=True))
 
 
 def asked_tokens(load: Load) -> int:
@@ -388,30 +374,19 @@ def agreement(real: Sequence[Sequence[Hits]], own: Sequence[Sequence[Hits]]) -> 
     return float(kendalltau(*([found_in(hits) for hits in body] for body in (real, own))).statistic)
 
 
-def _engine(load: Load) -> tuple[Any, ...]:
-    """Loads that one vLLM can be asked."""
-    return load.device, load.blocks_per_chunk, load.prompt_only
-
-
 def main(parts: Sequence[str]) -> None:
     kept = recorded()
     every = (*LOADS, *AT_ONCE, *(one for load in RANKED for one in with_orders(load)))
-    wanted = [
-        load for load in every if any(part in load.name for part in parts) or (not parts and load.name not in kept)
-    ]
-    for _, alike in groupby(sorted(wanted, key=_engine), _engine):
-        loads = list(alike)
-        with closing(Asked.of(replace(max(loads, key=lambda load: load.host), order=ORDERS[-1]))) as engine:
-            for load in loads:
-                kept[load.name] = theirs(load, engine)[0]
-                RECORD.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
     for load in every:
-        if load.name in kept:
-            print(compared(load, kept[load.name]), flush=True)
+        if any(part in load.name for part in parts) or (not parts and load.name not in kept):
+            with closing(Asked.of(load)) as engine:
+                kept[load.name] = theirs(load, engine)[0]
+            RECORD.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
+    for load in every:
+        print(compared(load, kept[load.name]), flush=True)
     for load in RANKED:
-        if all(one.name in kept for one in with_orders(load)):
-            real, own = [kept[one.name] for one in with_orders(load)], [ours(one) for one in with_orders(load)]
-            print(f"| {load.name} | {' | '.join(str(found_in(hits)) for hits in real)} | {agreement(real, own):.2f} |")
+        real, own = [kept[one.name] for one in with_orders(load)], [ours(one) for one in with_orders(load)]
+        print(f"| {load.name} | {' | '.join(str(found_in(hits)) for hits in real)} | {agreement(real, own):.2f} |")
 
 
 if __name__ == "__main__":

@@ -15,23 +15,20 @@ from pensieve.plugins.engines.vllm import Vllm
 from pensieve.serve.record import TurnRecord
 from pensieve.specs import ModelSpec
 
+_LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 320, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 320, "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 256,
-        "eos_token_id": 257,
-    },
+    "llama": _LLAMA,
     "tied_llama": {
-        "model_type": "llama", "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3,
-        "num_key_value_heads": 1, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6, "rope_theta": 50000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+        **_LLAMA, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1,
+        "intermediate_size": 96, "rms_norm_eps": 1e-6, "rope_theta": 50000.0, "tie_word_embeddings": True,
     },
     "wide_llama": {
-        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "vocab_size": 320,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "bos_token_id": 256, "eos_token_id": 257,
+        **_LLAMA, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "intermediate_size": 96,
     },
     "gpt2": {
         "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024, "vocab_size": 300,
@@ -83,15 +80,7 @@ def prompt(length: int, vocab: int = 290, start: int = 5) -> array[int]:
 def ask(
     number: int, session: str, tokens: array[int], output: int = 6, stream: bool = True, turn: int = 1, **fields: Any
 ) -> Request:
-    return Request(
-        id=number,
-        session=session,
-        turn=turn,
-        prompt=tokens,
-        output=Length(output),
-        stream=stream,
-        **fields,
-    )
+    return Request(number, session, turn, tokens, Length(output), stream=stream, **fields)
 
 
 def served(system: Any, *requests: Request) -> list[TurnRecord]:

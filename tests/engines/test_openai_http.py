@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from pensieve.errors import EngineFailed, WorkerError
@@ -94,24 +93,6 @@ def test_a_stream_that_breaks_off_fails_its_request_alone_and_a_server_that_is_g
     system.submit(ask(10, "a", prompt(40), output=2))
     with pytest.raises(WorkerError, match="does not answer"):
         system.poll(None)
-
-
-@pytest.mark.parametrize("error", [httpx.ConnectTimeout, httpx.ReadError])
-def test_a_server_that_takes_one_connection_less_is_not_gone(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, error: type[httpx.TransportError]
-) -> None:
-    """It still answers at the page that was asked at the start."""
-    system = opened(endpoint.url)
-    send = httpx.HTTPTransport.handle_request
-
-    def busy(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
-        if request.method == "POST":
-            raise error("busy", request=request)
-        return send(transport, request)
-
-    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", busy)
-    [lost] = served(system, ask(1, "a", prompt(40), output=1))
-    assert lost.status == "failed" and f"{error.__name__}: busy" in str(lost.error)
 
 
 def test_a_key_that_is_refused_ends_the_trial_and_is_not_told(

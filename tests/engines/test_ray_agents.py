@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 
-from pensieve.core.request import Length, Request
 from pensieve.errors import CapacityError, MemoryRanOut, RequestFailed
-from pensieve.plugins.engines.base import EngineSetup, OutsideSystem
+from pensieve.plugins.engines.base import EngineSetup
 from pensieve.plugins.engines.process import resident_bytes
 from pensieve.plugins.engines.ray_agents import RayKeepalive, RayServerless, Replica
 from pensieve.plugins.engines.weights import plain_module
-from tests.engines.small import ask, greedy, prompt, served, setup_of
+from tests.engines.small import ask, begun, greedy, prompt, served, setup_of
 from tests.waiting import PATIENCE_S, Side, descendants
-
-
-def message(number: int, session: str, turn: int, tokens: Any, output: int = 6, phase: str = "chat") -> Request:
-    return Request(number, session, turn, tokens, Length(output), phase=phase)
 
 
 def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> None:
@@ -28,18 +23,18 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
     replica, module = Replica(setup, 256, None), plain_module(setup)
     replica.load()
     try:
-        first = replica.answer(message(1, "a", 1, prompt(40)))
+        first = replica.answer(ask(1, "a", prompt(40)))
         assert first.tokens is not None and list(first.tokens) == greedy(module, prompt(40), 6)
         whole = prompt(40) + first.tokens + prompt(9, start=2)
-        second = replica.answer(message(2, "a", 2, whole))
+        second = replica.answer(ask(2, "a", whole, turn=2))
         assert second.tokens is not None and list(second.tokens) == greedy(module, whole, 6)
         assert second.cached_tokens == 40 + 6 - 1
         assert second.emitted_s and first.emitted_s and second.emitted_s[0] > first.emitted_s[-1]
         replica.forget()
-        again = replica.answer(message(3, "b", 1, whole))
+        again = replica.answer(ask(3, "b", whole))
         assert again.tokens == second.tokens and again.cached_tokens == 0
         with pytest.raises(CapacityError):
-            replica.answer(message(4, "b", 2, prompt(400)))
+            replica.answer(ask(4, "b", prompt(400), turn=2))
     finally:
         replica.close()
 
@@ -97,9 +92,8 @@ def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing(capfd
 
 def _actors_until_memory_ends(setup: EngineSetup, module: Any) -> list[int]:
     engine = RayKeepalive(setup)
-    system = OutsideSystem(engine)
-    system.start()
-    [warm] = served(system, message(1, "warmup-0", 1, prompt(30, start=3), phase="warmup"))
+    system = begun(engine)
+    [warm] = served(system, ask(1, "warmup-0", prompt(30, start=3), phase="warmup"))
     assert warm.status == "completed"
     [pid] = engine._processes()
     one = resident_bytes(pid)
@@ -107,17 +101,17 @@ def _actors_until_memory_ends(setup: EngineSetup, module: Any) -> list[int]:
 
     watch = engine._watch
     watch.limit_bytes = int(1.3 * one)
-    [turn] = served(system, message(2, "agent-0", 1, prompt(40)))
+    [turn] = served(system, ask(2, "agent-0", prompt(40)))
     assert engine._processes() == [pid], "the agent took the warmed actor over"
     assert list(turn.token_ids) == greedy(module, prompt(40), 6) and turn.gpu_hit_tokens == 0
 
-    [beyond, later] = served(system, *(message(n, f"agent-{n}", 1, prompt(40, start=n)) for n in (3, 4)))
+    [beyond, later] = served(system, *(ask(n, f"agent-{n}", prompt(40, start=n)) for n in (3, 4)))
     assert beyond.status == later.status == "failed"
     assert {beyond.finish_reason, later.finish_reason} == {MemoryRanOut.reason}
     assert len(engine._starts) == 1 and len(watch.killed) == 1, "one was tried, and the ramp stopped"
 
     whole = prompt(40) + turn.token_ids + prompt(9, start=2)
-    [again] = served(system, message(5, "agent-0", 2, whole))
+    [again] = served(system, ask(5, "agent-0", whole, turn=2))
     assert list(again.token_ids) == greedy(module, whole, 6), "the agent that was there goes on"
     assert again.gpu_hit_tokens == again.history_tokens == 45
     assert engine.counters()["processes_peak_bytes"] > watch.limit_bytes
@@ -127,8 +121,7 @@ def _actors_until_memory_ends(setup: EngineSetup, module: Any) -> list[int]:
 
 def _tasks_keep_nothing(setup: EngineSetup, first: list[int]) -> None:
     engine = RayServerless(setup)
-    system = OutsideSystem(engine)
-    system.start()
+    system = begun(engine)
     [turn] = served(system, ask(1, "a", prompt(40)))
     assert list(turn.token_ids) == first
     assert turn.gpu_hit_tokens == 0 and turn.ttft_ms is not None

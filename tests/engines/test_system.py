@@ -10,15 +10,9 @@ import pytest
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Forced, Free, History, Request, Sampling
 from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed, WorkerError
-from pensieve.lab.compose.build import build_workload
-from pensieve.lab.compose.model_files import build_tokenizer
-from pensieve.lab.compose.plan import plan_trial
-from pensieve.lab.replay import replay
 from pensieve.plugins.engines.base import Channel, OutsideEngine, OutsideSystem, Reply
 from pensieve.serve.record import TurnRecord
-from tests.composed import SHORT, checked
 from tests.engines.small import ask, begun, prompt, served
-from tests.scripted import ScriptedSystem
 
 How = Callable[[Request, Channel], Reply]
 
@@ -110,8 +104,7 @@ def test_a_request_that_fails_or_is_refused_ends_alone() -> None:
     forced, noisy = ask(10, "a", prompt(4)), ask(11, "b", prompt(4), sampling=Sampling(temperature=1.0))
     forced.output = Forced(array("i", [1]))
     stopped = Request(12, "c", 1, prompt(4), Free(4, stop=("x",)))
-    for turn, said in zip(served(system, forced, noisy, stopped), ("Forced", "temperature=0", "stop"), strict=True):
-        assert turn.status == "refused" and said in str(turn.error)
+    assert {turn.status for turn in served(system, forced, noisy, stopped)} == {"refused"}
 
 
 def test_an_engine_that_dies_or_is_closed_surfaces_in_poll_and_one_that_fails_to_start_is_closed() -> None:
@@ -155,15 +148,3 @@ def test_a_cancelled_request_keeps_what_it_had() -> None:
     while not turns:
         turns = [event.turn for event in system.poll(None) if event.turn]
     assert [(turn.status, turn.error, list(turn.token_ids)) for turn in turns] == [("timeout", None, [7])]
-
-
-def test_a_replay_sends_whole_prompts_and_counts_history_as_our_engine_does() -> None:
-    """The scripted system keeps sessions; the same workload on an engine without any has the same history and prompts."""
-    config = checked(*SHORT, "workload.think_time_s=0", "workload.request_interval=0")
-    plan = plan_trial(config)
-    tokenizer = build_tokenizer(config.model, plan.model.vocab, simulated=True)
-    record = {}
-    for name, system in (("ours", ScriptedSystem()), ("theirs", begun(FakeEngine(tokens())))):
-        workload, _ = build_workload(plan, tokenizer)
-        record[name] = {(turn.session, turn.turn): turn.prompt_tokens for turn in replay(system, workload).turns}
-    assert record["ours"] == record["theirs"]

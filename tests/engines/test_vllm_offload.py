@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from dataclasses import replace
-from math import isnan
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,7 @@ from pensieve.core.request import Length, Request
 from pensieve.errors import ConfigError, ContextLengthError
 from pensieve.plugins.engines.vllm import Vllm
 from pensieve.plugins.engines.weights import plain_module
-from tests.engines.advised import (
-    HOST,
-    SIZES,
-    check,
-    first_tokens,
-    kept,
-    loads,
-    name,
-    predicted,
-    predictions,
-    traffic,
-)  # fmt: skip
+from tests.engines.advised import SIZES, check, first_tokens, kept, loads, predicted, predictions, traffic
 from tests.engines.offload_loads import (
     AT_ONCE,
     LOADS,
@@ -30,10 +18,10 @@ from tests.engines.offload_loads import (
     RANKED,
     Asked,
     Heard,
-    Hits,
     Load,
     agreement,
     asked_tokens,
+    differing,
     found_in,
     ours,
     ours_real,
@@ -64,8 +52,7 @@ def test_five_orders_find_and_rank_the_same_in_vllm_and_simulated(load: Load) ->
     real, own = [kept[one.name] for one in loads], [ours(one) for one in loads]
     assert len({found_in(hits) for hits in real}) > 1, "orders that find the same rank nothing"
     for one, theirs_, ours_ in zip(loads, real, own, strict=True):
-        equal = sum(a == b for a, b in zip(theirs_, ours_, strict=True))
-        assert equal == load.requests if one.order in OWN else equal >= 0.96 * load.requests
+        assert differing(theirs_, ours_) <= (0 if one.order in OWN else 0.04 * load.requests)
     assert agreement(real, own) >= 0.9
 
 
@@ -74,14 +61,7 @@ def test_four_at_once_find_nearly_as_much_as_in_vllm(load: Load) -> None:
     """Goal: within a point of the prompts; two of the four miss it."""
     real, own = recorded()[load.name], ours(load)
     assert abs(found_in(own) - found_in(real)) <= 0.02 * asked_tokens(load)
-    assert sum(a != b for a, b in zip(real, own, strict=True)) <= 0.1 * load.requests
-
-
-def test_a_ranking_turned_round_does_not_agree() -> None:
-    body = [[Hits(tokens, 0)] for tokens in (5, 4, 4, 2, 1)]
-    assert agreement(body, body) == 1
-    assert agreement(body, body[::-1]) < -0.7
-    assert isnan(agreement(body, [[Hits(1, 0)]] * 5)), "where all find the same there is no ranking"
+    assert differing(real, own) <= 0.1 * load.requests
 
 
 @pytest.mark.slow
@@ -89,24 +69,20 @@ def test_a_ranking_turned_round_does_not_agree() -> None:
 @NEEDS_VLLM
 @pytest.mark.usefixtures("one_cache")
 def test_three_bodies_find_the_same_and_answer_as_without_a_cache() -> None:
-    """vLLM itself, our engine, and its simulation; with an order of vLLM's, and with one of ours."""
-    load = LOADS[9]
-    fifo = replace(load, order="fifo")
+    """vLLM itself, our engine, and its simulation, with an order of ours."""
+    load = replace(LOADS[9], order="fifo")
     with closing(Asked.of(load)) as engine:
         found, replies, prompts = theirs(load, engine)
-        assert theirs(fifo, engine)[0] == ours(fifo) != ours(load)
         with pytest.raises(ContextLengthError):
             engine.answer(Request(999, "long", 1, prompt(1100), Length(2)), Heard())
-    equal = sum(real == own for real, own in zip(found, ours(load), strict=True))
-    assert equal >= 0.99 * len(found)
     own_found, own_replies = ours_real(load)
-    assert own_found == ours(load), "our engine is its own simulation"
-    assert own_replies == [list(reply) for reply in replies]
+    assert found == own_found == ours(load) != ours(LOADS[9]), "our engine is its own simulation"
+    assert own_replies == replies
     module = plain_module(setup_of("wide_llama"))
     loaded = [number for number, one in enumerate(found) if one.host][:12]
     assert loaded
     for number in loaded:
-        assert list(replies[number]) == greedy(module, prompts[number], len(replies[number]))  # type: ignore[arg-type]
+        assert replies[number] == greedy(module, prompts[number], len(replies[number]))  # type: ignore[arg-type]
 
 
 def test_a_cpu_tier_is_made_of_whole_chunks_of_the_budget() -> None:
@@ -125,32 +101,24 @@ def test_a_cpu_tier_is_made_of_whole_chunks_of_the_budget() -> None:
     assert ours["kv_connector_extra_config"] == theirs["kv_connector_extra_config"] | changed
     assert "kv_transfer_config" not in Vllm(setup)._fields
     assert Vllm(setup, policy="lru")._settings({})["cpu_tokens"] == 31 * 32
-
-
-def test_a_cpu_tier_that_cannot_be_is_refused() -> None:
-    setup = setup_of("wide_llama", host_tokens=64)
     with pytest.raises(ConfigError, match=r"raise cache\.cpu"):
-        Vllm(setup, policy="lru", blocks_per_chunk=3)
+        Vllm(setup, policy="lru", blocks_per_chunk=32)
 
 
-AT_AN_EDGE = {"strict; 4 at once; 64 + 90 blocks": 11.0, "weka; 4 at once; 64 + 0 blocks": 1.5}
+AT_AN_EDGE = {
+    "4 at once, strict, lru, 64 + 90 x 1, prompts, short replies": 11.0,
+    "4 at once, weka, lru, 64 + 0 x 1, prompts": 1.5,
+}
 """Points: where lru finds all or nothing of a conversation, the order in which replies end decides (docs/advise.md)."""
 
 
-@pytest.mark.parametrize("load", loads(), ids=name)
+@pytest.mark.parametrize("load", loads(), ids=lambda load: load.name)
 def test_advise_replays_what_the_server_found(load: Load, tmp_path: Path) -> None:
-    traffic(kept("calibration")[name(load)], tmp_path / "traffic.parquet")
+    traffic(kept("calibration")[load.name], tmp_path / "traffic.parquet")
     found = check(load, tmp_path / "traffic.parquet")
     if load.at_once == 1:
         assert not found.requests and found.engine > 0
-    assert abs(found.points) <= AT_AN_EDGE.get(name(load), 1.0)
-
-
-def test_another_size_of_either_tier_is_told_apart(tmp_path: Path) -> None:
-    load = loads()[0]
-    traffic(kept("calibration")[name(load)], tmp_path / "traffic.parquet")
-    for other in (replace(load, device=load.device // 2), replace(load, host=HOST // 2), replace(load, host=0)):
-        assert check(other, tmp_path / "traffic.parquet").requests
+    assert abs(found.points) <= AT_AN_EDGE.get(load.name, 1.0)
 
 
 @pytest.mark.parametrize(("source", "load"), [pytest.param(*one, id=one[1].name) for one in predictions(ONE_SIZE)])

@@ -20,7 +20,7 @@ def test_two_nodes_write_every_trial_once(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     if importlib.util.find_spec("hydra_plugins.hydra_ray_launcher") is None:
         pytest.skip("hydra-ray-launcher is not installed")
-    with own_environment({}):
+    with own_environment():
         _sweep(tmp_path)
     with sqlite3.connect(tmp_path / "results.db") as database:
         trials = database.execute("SELECT fingerprint, attempt, status, pid, baseline, seed FROM trial").fetchall()

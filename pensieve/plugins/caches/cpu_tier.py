@@ -320,11 +320,10 @@ class CpuTier:
         keys = [own[-1] for own in names]
         new = [(index, own) for index, own in enumerate(names, use.following) if own[-1] not in self._chunks]
         found = {key for key in keys if self.get(key) is not None}
-        missed = [own[-1] for _, own in new if own[-1] not in use.missed]
-        if missed:
+        wanted = {own[-1]: index for index, own in new}
+        if missed := [key for key in wanted if key not in use.missed]:
             self.order.missed(missed)
             use.missed.update(missed)
-        wanted = {own[-1] for _, own in new}
         for index, key in enumerate(keys, use.following):
             if key in found or key in wanted:
                 use.offered.setdefault(key, index)
@@ -372,15 +371,11 @@ class CpuTier:
             assert chunk.users == (STORING if chunk.slot in storing else loading.get(chunk.slot, 0))
 
     def _make_room(self, chunks: int, offered: set[BlockHash], now_s: float) -> list[CpuChunk] | None:
-        lacking = chunks - len(self._free)
-        if lacking <= 0:
-            return []
+        lacking = max(0, chunks - len(self._free))
         if lacking > self._evictable:
             return None
         victims = self.order.choose(lacking, lambda key: not self._chunks[key].users and key not in offered, now_s)
-        if victims is None:
-            return None
-        return [self._forget(key) for key in victims]
+        return None if victims is None else [self._forget(key) for key in victims]
 
     def _forget(self, key: BlockHash) -> CpuChunk:
         chunk = self._chunks.pop(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from pensieve.core.cache.base import CacheManager, Room
@@ -47,14 +48,12 @@ class OneTier(CacheManager, Room):
             self._vacate(session, now_s)
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
-        if suffix is None:
-            tokens = self._occupy(session, now_s)
-            return Admission(((tokens, len(session.tokens)),), self._table(session))
-        if keep < len(session.tokens):
-            self.truncate(session, keep)
-        session.extend(suffix)
+        if suffix is not None:
+            if keep < len(session.tokens):
+                self.truncate(session, keep)
+            session.extend(suffix)
         tokens = self._occupy(session, now_s)
-        found = self._found(session, tokens)
+        found = None if suffix is None else self._found(session, tokens)
         return Admission(((tokens, len(session.tokens)),), self._table(session), found)
 
 
@@ -108,11 +107,9 @@ class PrefixCache(OneTier):
     def places(self, session: Session) -> str:
         tokens, size = session.tokens[:], self.chunk_tokens
         full = HashChain(size, session.tenant).upto(tokens, len(tokens))  # its own one the engine may be extending
-        found = ""
-        for index, name in enumerate(full):
-            below = self._is_below(full, index)
-            found += ("B" if below else "G") if name in self._blocks_of else "C" if below else "-"
-        return found.ljust(chunks_of(len(tokens), size), "-")
+        letters = {(True, True): "B", (True, False): "G", (False, True): "C", (False, False): "-"}
+        found = (letters[name in self._blocks_of, self._is_below(full, index)] for index, name in enumerate(full))
+        return "".join(found).ljust(chunks_of(len(tokens), size), "-")
 
     def _is_below(self, names: Sequence[BlockHash], index: int) -> bool:
         """A tier below has full block `index` of a prompt with these."""
@@ -197,16 +194,10 @@ class PrefixCache(OneTier):
 
     def _match(self, session: Session, limit: int) -> list[int]:
         """The blocks of the longest registered prefix of at most `limit` tokens."""
-        found = []
-        for name in session.named(limit, self.chunk_tokens):
-            blocks = self._blocks_of.get(name)
-            if blocks is None:
-                break
-            found.append(blocks[0])
-        return found
+        known = (self._blocks_of.get(name, []) for name in session.named(limit, self.chunk_tokens))
+        return [blocks[0] for blocks in takewhile(len, known)]
 
     def _occupy(self, session: Session, now_s: float) -> int:
-        """Take the longest registered prefix and new blocks for the rest; returns the tokens found."""
         session.start(now_s)
         self.facts.runs(session)
         length = len(session.tokens)

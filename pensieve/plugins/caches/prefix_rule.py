@@ -38,13 +38,11 @@ class TailIndex(HeapIndex):
 
     def _precedes(self, node: Node) -> bool:
         """A node that follows it has KV: on GPU, or where this index gives up what is on CPU, anywhere."""
-        lower = self._view == View.CPU_ONLY
-        following = reversed(node.children.values()) if isinstance(node, Stem) else ()
-        return any(
-            child.chunks.gpu[0] != NO_BLOCK or (lower and child.chunks.cpu[0] != NO_BLOCK)
-            for child in following
-            if len(child.chunks)
+        following = (
+            [child.chunks for child in node.children.values() if len(child.chunks)] if isinstance(node, Stem) else []
         )
+        lower = self._view == View.CPU_ONLY
+        return any(own.gpu[0] != NO_BLOCK or (lower and own.cpu[0] != NO_BLOCK) for own in following)
 
 
 class PrefixTiers(Tiers):

@@ -1,23 +1,8 @@
 """Pensieve's cache with equal beginnings of conversations kept once: a prefix tree of nodes, in tiers, with holes.
 
-A session's chunks are the nodes from the root of the tree to its leaf. Stems are what several sessions have, or had; the leaf
-is what one alone has, its last chunk, partly filled, among it:
-
-    stem (system prompt, tools)        held by a, b, c
-      +-- leaf of a
-      +-- stem (a document)            held by b, c
-            +-- leaf of b
-            +-- leaf of c
-
-Full chunks are known by content: a chained hash of the tenant and of all tokens up to their end (HashChain). A prompt is
-held against the tree when it is admitted, so that its session joins the stems whose chunks it begins with; the node at which
-it diverges is split there. Columns of records are cut, blocks stay where they are, so the table of a request that runs stays
-true. Two prompts that are answered alike have the same chunks twice while both run; when the second one stops, those of its
-leaf go, or fill holes of the first.
-
-In a stem a chunk is on GPU, on CPU, on both or in neither, as in tiers.py. What is missing is computed again with the prompt
-of whoever comes next, and is there for all. A chunk that a request has reserved and not computed yet makes others wait that
-begin with it, since they would compute it too.
+docs/architecture.md shows the tree, and what becomes of its nodes. Full chunks are known by content: a chained hash of the
+tenant and of all tokens up to their end (HashChain). Where a prompt diverges from a node, that is split: columns of records
+are cut, blocks stay where they are, so the table of a request that runs stays true.
 """
 
 from __future__ import annotations
@@ -144,13 +129,8 @@ class PrefixTree:
             assert not names & set(own), "the same content is in two nodes"
             names.update(own)
             assert not own or self.after(node.parent)[own[0]] is node
-        listed = [node for stem in (None, *known.values()) for node in self._listed(stem)]
-        assert len(listed) == sum(bool(self.names(node)) for node in known.values()), "a node that nobody has is found"
-
-    def _listed(self, node: Node | None) -> list[Node]:
-        if node is None or isinstance(node, Stem):
-            return list(self.after(node).values())
-        return []
+        listed = sum(len(node.children) for node in known.values() if isinstance(node, Stem)) + len(self._roots)
+        assert listed == sum(bool(self.names(node)) for node in known.values()), "a node that nobody has is found"
 
 
 _HOLDERS = 64  # sessions that say what a stem is worth: those before them add next to nothing
@@ -270,12 +250,13 @@ class SharedRoom(TwoTierRoom):
 
     def _matched(self, session: Session, prompt: TokenArray[int]) -> list[tuple[Node, int]]:
         """What the tree has of a prompt's full chunks; its last token is computed in any case."""
+        size, asked = self.tiers.chunk_tokens, self._asked
         if prompt is session.tokens:
-            return self._tree.matches(session.named(len(prompt) - 1, self.tiers.chunk_tokens))
-        if self._asked is None or self._asked[0] is not prompt or self._asked[1] != session.tenant:
-            names = HashChain(self.tiers.chunk_tokens, session.tenant).upto(prompt, len(prompt))
-            self._asked = prompt, session.tenant, names
-        return self._tree.matches(self._asked[2][: (len(prompt) - 1) // self.tiers.chunk_tokens])
+            return self._tree.matches(session.named(len(prompt) - 1, size))
+        if asked is None or asked[0] is not prompt or asked[1] != session.tenant:
+            names = HashChain(size, session.tenant).upto(prompt, len(prompt) - 1)
+            self._asked = asked = prompt, session.tenant, names
+        return self._tree.matches(asked[2])
 
 
 class SharedCache(RestoringCache):

@@ -76,11 +76,7 @@ class SlotCache(OneTier):
 
     @property
     def chosen(self) -> dict[str, float]:
-        """For the record of a trial."""
-        return {
-            "n_slots": len(self.slots),
-            "slot_tokens": self.request_blocks * self.chunk_tokens,
-        }
+        return {"n_slots": len(self.slots), "slot_tokens": self.request_blocks * self.chunk_tokens}
 
     @property
     def available(self) -> int:
@@ -141,7 +137,6 @@ class SlotCache(OneTier):
     # -- how --------------------------------------------------------------------------------------------------------
 
     def _occupy(self, session: Session, now_s: float) -> int:
-        """Take a slot and cut its tokens at the first difference; returns how many are left."""
         slot, size = self._choose(session), self.chunk_tokens
         found = min(_shared(slot, session), len(session.tokens) - 1)
         overwritten = chunks_of(len(slot.tokens), size) - chunks_of(found, size)
@@ -150,10 +145,8 @@ class SlotCache(OneTier):
             self.counters.evicted_chunks += overwritten
             self.counters.dropped_chunks += overwritten
             self.facts.lost(slot.last, 0, chunks_of(len(slot.last.tokens), size))
-        if slot.last is None:
-            self.facts.held("gpu", slot.blocks, session.number)
-        else:
-            self.facts.passed_on("gpu", slot.blocks, session.number)
+        told = self.facts.held if slot.last is None else self.facts.passed_on
+        told("gpu", slot.blocks, session.number)
         slot.session = slot.last = session
         slot.tenant = session.tenant
         self._slot_of[session.number] = slot

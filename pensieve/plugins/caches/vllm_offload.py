@@ -184,11 +184,8 @@ class VllmOffload(PrefixCache):
     def take_moves(self) -> tuple[Move, ...]:
         moves = (*self._due, *self._loads)
         self._due, self._decided, self._loads = self._decided, [], []
-        for move in moves:
-            if move.source == GPU:
-                self.counters.swapped_out_blocks += len(move.src)
-            else:
-                self.counters.swapped_in_blocks += len(move.src)
+        self.counters.swapped_out_blocks += sum(len(move.src) for move in moves if move.source == GPU)
+        self.counters.swapped_in_blocks += sum(len(move.src) for move in moves if move.source == CPU)
         return moves
 
     def finish(self, moved: Sequence[Moved]) -> Broken:
@@ -231,12 +228,10 @@ class VllmOffload(PrefixCache):
     def _load(self, session: Session, on_gpu: int) -> int:
         """Start to load what goes on from there in the CPU tier; returns how many leading tokens are found in both tiers."""
         size, per = self.chunk_tokens, self.cpu.blocks_per_chunk
-        names = self._chunk_names(session, len(session.tokens))
         first = on_gpu // (size * per)
         chunks: list[CpuChunk] = []
-        for own in names[first:]:
-            chunk = self.cpu.get(own[-1])
-            if chunk is None:
+        for own in self._chunk_names(session, len(session.tokens))[first:]:
+            if (chunk := self.cpu.get(own[-1])) is None:
                 break
             chunks.append(chunk)
         stop = (first + len(chunks)) * size * per

@@ -1,20 +1,12 @@
-"""Pensieve's cache for models of which some layers attend to a window: their KV is given up as it leaves the window.
-
-A block holds what the layers without a window have of a chunk. `Beside` it lie blocks for the layers with one, in groups of
-equal size as in vLLM's hybrid cache manager. A chunk that no later query sees in a window keeps its one block, on GPU and on
-CPU, and is copied, counted and evicted as that.
+"""Pensieve's cache for models of which some layers attend to a window: their KV is given up as it leaves the window. The
+rules, also of layers that keep one state of a conversation, are in docs/simulated_hardware.md.
 
     chunk       0     1     2   |  3     4     5          of a conversation with a window of about 3 chunks
     block      [f]   [f]   [f]  | [f]   [f]   [f]         layers that attend to everything
-    beside                      | [w]   [w]   [w]         layers with a window
+    beside                      | [w]   [w]   [w]         layers with a window, in groups of the size of all others
 
-What is held is enough to go on behind the last computed position, and for nothing else. So all before the last hole of a
-conversation that returns is computed again, and everything where an edit cut into its window. Leading chunks are evicted
-first, so that holes in the middle are rare. A prefill has a window of its own while it passes chunks that have none: the
-blocks for it are reserved until the reply takes its first block, or the request stops.
-
-Layers that keep one state of a conversation (gated delta nets) are a window too: of the last computed position, whose chunk
-has the state beside it. A state serves that position alone: where an edit goes behind it, everything is computed again.
+What is held is enough to go on behind the last computed position, and for nothing else. Leading chunks are evicted first, so
+that holes in the middle are rare. A state is a window of the last computed position, and serves that alone.
 
 For simulated machines: a real cache keeps windows whole, and no states.
 """

@@ -224,12 +224,15 @@ class OutsideSystem:
         """A reading of time.perf_counter, which all processes of a machine share, by this system's clock."""
         return perf_s - self._offset_s
 
-    def said_before(self, request: Request) -> int:
-        """How many leading tokens of its prompt any other request of this trial was asked or answered: no more of it can be
-        in a cache that was cold."""
+    def unexplained(self, request: Request, cached: int, history: int) -> int:
+        """Of the leading tokens that it had cached, those beyond all that any other request of this trial was asked or
+        answered: no more can be in a cache that was cold. History need not be a prefix: a server that reuses by content
+        finds it wherever it stands."""
+        if cached <= history:
+            return 0
         with self._lock:
             texts = [text for number, text in self._asked.items() if number != request.id]
-        return max((common_prefix(request.prompt, text) for text in texts), default=0)
+        return max(0, cached - max([history, *(common_prefix(request.prompt, text) for text in texts)]))
 
     def _end(self, error: WorkerError) -> None:
         self._ended = self._ended or error
@@ -308,25 +311,15 @@ class _Exchange:
             turn.gpu_hit_tokens = hits - (turn.cpu_hit_tokens or 0)
             turn.shared_hit_tokens = reply.cached_tokens - hits
             turn.recomputed_tokens = self._history - hits
-            turn.unexplained_tokens = self._unexplained(reply.cached_tokens, reply.prompt_tokens or 0)
-        asked = self.request.output
-        short = isinstance(asked, Length) and len(turn.token_ids) < asked.tokens
-        if short and self.cancelled_as is None:
-            said = (
-                f"The engine ended after {len(turn.token_ids)} of {asked.max_new_tokens} tokens ({reply.finish_reason})"
-            )
-            self.close("failed", "context", f"{said}; give its sequences more room.")
+            # What a server puts around a prompt is in none of its prompts here, and in all of them there.
+            own = max(0, (reply.prompt_tokens or 0) - turn.prompt_tokens)
+            turn.unexplained_tokens = system.unexplained(self.request, reply.cached_tokens - own, self._history)
+        asked, said = self.request.output, len(turn.token_ids)
+        if isinstance(asked, Length) and said < asked.tokens and self.cancelled_as is None:
+            ended = f"The engine ended after {said} of {asked.tokens} tokens ({reply.finish_reason})"
+            self.close("failed", "context", f"{ended}; give its sequences more room.")
         else:
             self.close("completed", reply.finish_reason, None)
-
-    def _unexplained(self, cached: int, prompt: int) -> int:
-        """Of the tokens that it had cached, those beyond all that this system was asked or answered before. What a server
-        puts around a prompt is in none of its prompts here, and in all of them there. History need not be a prefix: a server
-        that reuses by content finds it wherever it stands."""
-        cached -= max(0, prompt - len(self.request.prompt))
-        if cached <= self._history:
-            return 0
-        return max(0, cached - max(self._history, self._system.said_before(self.request)))
 
     def close(self, status: str, finish_reason: str | None, error: str | None) -> None:
         turn = self.turn
@@ -337,13 +330,10 @@ class _Exchange:
 
 
 def _refuse_unsupported(request: Request) -> None:
-    """Raises RequestRefused."""
+    """Their noise is their own, so their outputs could not be compared. Raises RequestRefused."""
     output = request.output
-    if isinstance(output, Forced):
-        raise RequestRefused("Forced tokens need an engine that gives its logits; use a baseline in the engine.")
-    if request.sampling.temperature > 0:
+    if isinstance(output, Forced) or request.sampling.temperature > 0 or (isinstance(output, Free) and output.stop):
         raise RequestRefused(
-            "Outside engines draw their own noise, so their outputs could not be compared; ask them with temperature=0."
+            "Outside engines are asked for tokens at temperature=0, not for forced ones, and without stop strings; use a "
+            "baseline in the engine."
         )
-    if isinstance(output, Free) and output.stop:
-        raise RequestRefused("Outside engines are asked without stop strings; use a baseline in the engine.")

@@ -23,15 +23,7 @@ from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, R
 from pensieve.plugins.engines.process import EngineProcess
 from pensieve.plugins.engines.transformers_peers import end_tokens
 from pensieve.plugins.engines.weights import plain_module
-from pensieve.plugins.engines.wire import (
-    KV,
-    LOGITS,
-    Array,
-    Arrived,
-    Wire,
-    generate,
-    step,
-)
+from pensieve.plugins.engines.wire import KV, LOGITS, Array, Arrived, Wire, generate, step
 from pensieve.serve.systems.base import Capabilities
 
 CODE = """
@@ -84,12 +76,9 @@ class _Disaggregated(OutsideEngine):
     def answer(self, request: Request, channel: Channel) -> Reply:
         """Raises ContextLengthError for more positions than the model has, RequestFailed, EngineFailed."""
         admitted_s, wire = perf_counter(), self.wire
-        whole = len(request.prompt) + request.output.max_new_tokens
-        if whole > self._setup.model.max_context:
-            raise ContextLengthError(
-                f"Prompt and output are {whole} tokens, and the model's context is {self._setup.model.max_context}; use a "
-                "shorter prompt or a smaller output."
-            )
+        whole, most = len(request.prompt) + request.output.max_new_tokens, self._setup.model.max_context
+        if whole > most:
+            raise ContextLengthError(f"Prompt and output are {whole} tokens, and the model's context is {most}.")
         sent, received = wire.sent_bytes, wire.received_bytes
         self._computed_s = self._moved_s = 0.0
         try:

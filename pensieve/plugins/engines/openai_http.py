@@ -67,10 +67,7 @@ class HttpEngine(OutsideEngine):
     def _get(self, path: str) -> Any:
         """The answer's JSON; an empty object where there is none, or no such page, or no server yet."""
         status, text = self._page(path)
-        try:
-            return json.loads(text) if status == 200 else {}
-        except ValueError:
-            return {}
+        return (_json(text) if status == 200 else None) or {}
 
     def _serve(self, process: EngineProcess, port: int) -> None:
         """Returns once the process answers at that port."""
@@ -170,28 +167,31 @@ class HttpEngine(OutsideEngine):
 def _pieces(response: httpx.Response, stream: bool) -> Iterator[dict[str, Any] | None]:
     """The JSON objects of the answer; None: that was all of it. Raises ContextLengthError, RequestFailed, EngineFailed."""
     if response.status_code != 200:
-        text = response.read().decode("utf-8", errors="replace")
-        try:
-            said = json.loads(text)
-        except ValueError:
-            said = text[:300]
-        raise error_of(said, response.status_code)
-    if not stream:
-        yield _object(response.read())
-        return
-    for line in response.iter_lines():
+        response.read()
+        raise _error_of(_json(response.text) or response.text[:300], response.status_code)
+    for line in response.iter_lines() if stream else (f"data:{response.read().decode()}",):
         text = line.removeprefix("data:").strip() if line.startswith("data:") else ""
         if text == "[DONE]":
             yield None
         elif text:
-            piece = _object(text)
+            piece = _json(text)
+            if not isinstance(piece, dict):
+                raise RequestFailed(f"The engine's answer is no JSON object: {text[:200]!r}")
             if error := piece.get("error"):
                 code = error.get("code") if isinstance(error, dict) else None  # a status in some servers, else a word
-                raise error_of(error, code if isinstance(code, int) else 500)
+                raise _error_of(error, code if isinstance(code, int) else 500)
             yield piece
 
 
-def error_of(said: Any, status: int) -> ContextLengthError | RequestFailed | EngineFailed:
+def _json(text: str) -> Any:
+    """None where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _error_of(said: Any, status: int) -> ContextLengthError | RequestFailed | EngineFailed:
     """The error of an answer that holds one. Servers name a prompt that is too long in their own ways."""
     said = said.get("error", said) if isinstance(said, dict) else said
     error = said if isinstance(said, dict) else {"message": said}
@@ -203,16 +203,6 @@ def error_of(said: Any, status: int) -> ContextLengthError | RequestFailed | Eng
     if status == 401:
         return EngineFailed(f"{answered} Put its key into the environment variable that baseline.engine.key_env names.")
     return RequestFailed(answered)
-
-
-def _object(text: str | bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise RequestFailed(f"The engine's answer is no JSON object: {text[:200]!r}")
-    return found
 
 
 class OpenAIHttp(HttpEngine):
@@ -289,7 +279,20 @@ class OpenAIHttp(HttpEngine):
         """Raises EngineFailed where no server answers in time, or it refuses the key."""
         self.check()
         self._open()
-        self._wait_until_listed()
+        ends = monotonic() + self._timeout_s
+        while (status := self._page(self.health)[0]) is None or status >= 500:
+            if monotonic() > ends:
+                said = "nothing answers there" if status is None else f"it answers {status}"
+                raise EngineFailed(
+                    f"No server lists its models at {self._base_url}/models ({said} after {self._timeout_s:g} s); start one, "
+                    "or correct baseline.engine.base_url. baseline.engine.start_timeout_s waits longer for one that loads."
+                )
+            sleep(POLL_S)
+        if status in (401, 403):
+            raise EngineFailed(
+                f"The server at {self._base_url} refuses the key in the environment variable {self._key_env} ({status}); "
+                "put its key there, or name another variable with baseline.engine.key_env."
+            )
         cards = self._cards()
         if self._model is None and not cards:
             raise EngineFailed(f"The server at {self._base_url} lists no model; name one with baseline.engine.model.")
@@ -304,25 +307,6 @@ class OpenAIHttp(HttpEngine):
             **dict.fromkeys(("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")),
         }
         return StartReport(0.0, 0.0, settings)
-
-    def _wait_until_listed(self) -> None:
-        """Until the server lists its models, or answers that it has no such list where the model is named."""
-        ends = monotonic() + self._timeout_s
-        while (status := self._page(self.health)[0]) != 200:
-            if status in (401, 403):
-                raise EngineFailed(
-                    f"The server at {self._base_url} refuses the key in the environment variable {self._key_env} ({status}); "
-                    "put its key there, or name another variable with baseline.engine.key_env."
-                )
-            if status is not None and status < 500 and self._model is not None:
-                return
-            if monotonic() > ends:
-                said = "nothing answers there" if status is None else f"it answers {status}"
-                raise EngineFailed(
-                    f"No server lists its models at {self._base_url}/models ({said} after {self._timeout_s:g} s); start one, "
-                    "or correct baseline.engine.base_url. baseline.engine.start_timeout_s waits longer for one that loads."
-                )
-            sleep(POLL_S)
 
     def _body(self, request: Request) -> dict[str, Any]:
         body, tokenizer = {**super()._body(request), "model": self._model}, self._setup.tokenizer

@@ -88,10 +88,6 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
     def wait(self, timeout_s: float) -> int | None:
         """Its exit status; None where it has not ended by then."""
         with suppress(subprocess.TimeoutExpired):
@@ -121,18 +117,16 @@ class EngineProcess:
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
         """Raises EngineFailed where the process ends before it is ready, or is not ready in time; it is then ended."""
-        ends = time.monotonic() + timeout_s
+        ends, why = time.monotonic() + timeout_s, ""
         while not ready():
-            code = self._process.poll()
-            if code is not None:
-                error = self.failed(f"ended with status {code} before it was ready")
+            if (code := self.wait(POLL_S)) is not None:
+                why = f"ended with status {code} before it was ready"
             elif time.monotonic() > ends:
-                error = self.failed(f"was not ready after {timeout_s:g} s (baseline.engine.start_timeout_s)")
-            else:
-                time.sleep(POLL_S)
-                continue
-            self.close()
-            raise error
+                why = f"was not ready after {timeout_s:g} s (baseline.engine.start_timeout_s)"
+            if why:
+                error = self.failed(why)
+                self.close()
+                raise error
 
     def first_word(self, timeout_s: float) -> Any:
         """What it says once it is ready. Raises EngineFailed as `wait_until` does."""

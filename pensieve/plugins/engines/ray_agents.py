@@ -7,7 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -118,13 +118,12 @@ class _RayAgents(OutsideEngine):
         """What an error of Ray means for the request whose process had that id, where it is known."""
         import ray
 
-        cause = getattr(error, "cause", None)
+        cause, killed = getattr(error, "cause", None), self._watch.killed
         if isinstance(cause, (RequestRefused, RequestFailed)):
             return cause
         died = isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError))
-        killed = self._watch.killed
-        was_killed = pid in killed or (died and pid is None and bool(killed))
-        if was_killed or isinstance(cause, MemoryError) or isinstance(error, ray.exceptions.OutOfMemoryError):
+        no_room = isinstance(cause, MemoryError) or isinstance(error, ray.exceptions.OutOfMemoryError)
+        if no_room or pid in killed or (died and pid is None and killed):
             return self._ran_out()
         return RequestFailed(f"Ray failed the request: {cause or error}")
 
@@ -274,7 +273,7 @@ def ray_cluster(cpus: int, gpus: int, killer: bool) -> Iterator[None]:
     with ExitStack() as opened:
         # Short: its sockets' paths may not exceed 107 characters. Ray lets everybody read and write in what is inside of it.
         folder = opened.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
-        opened.enter_context(own_environment({"RAY_memory_monitor_refresh_ms": "250" if killer else "0"}))
+        opened.enter_context(own_environment(RAY_memory_monitor_refresh_ms="250" if killer else "0"))
         port = free_port()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", "--include-dashboard=false"]
@@ -288,7 +287,7 @@ def ray_cluster(cpus: int, gpus: int, killer: bool) -> Iterator[None]:
 
 
 @contextmanager
-def own_environment(more: Mapping[str, str]) -> Iterator[None]:
+def own_environment(**more: str) -> Iterator[None]:
     """The environment of a cluster and of its driver, this process, while the block runs: a token of its own, nothing
     reported, and our package to be found."""
     from ray import _raylet
@@ -300,18 +299,18 @@ def own_environment(more: Mapping[str, str]) -> Iterator[None]:
         "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")))),
         **more,
     }
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     compiled: Any = _raylet  # knows more than its stub
-    with suppress(AttributeError):  # of releases before tokens; others have read mode and token, for another cluster
-        compiled.Config.initialize("")
-        compiled.AuthenticationTokenLoader.instance().reset_cache()
+    compiled.Config.initialize("")  # mode and token have been read, for another cluster
+    compiled.AuthenticationTokenLoader.instance().reset_cache()
     try:
         yield
     finally:
-        for name in own:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in before.items() if name in own})
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 # -- in the process of an actor or a task -----------------------------------------------------------------------------------

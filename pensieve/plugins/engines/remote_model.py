@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
 
 import torch
-import transformers
 from transformers import DynamicCache
 
 from pensieve.core.request import TokenArray
 from pensieve.device.sampler import greedy
 from pensieve.plugins.engines.base import EngineSetup
+from pensieve.plugins.engines.transformers_peers import versions
 from pensieve.plugins.engines.weights import plain_module
 from pensieve.plugins.engines.wire import KV, LOGITS, Array, Said, Wire, computed
 
@@ -56,15 +56,24 @@ class RemoteModel:
         kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
         return {LOGITS: array_of(logits), KV: array_of(kv)}, began, ended
 
-    def decode(self, prompt: TokenArray[int], tokens: int, ends: list[int]) -> Iterator[tuple[int, bool, float]]:
-        """Greedy tokens, with KV that stays for as long as this request: each with whether it is the last, and the seconds
-        that it took to compute."""
-        cache, ids, last = DynamicCache(), prompt, False
-        while not last:
+    def generate(self, wire: Wire, said: Said, waited: float) -> None:
+        """Send greedy tokens, each as soon as it is drawn, until the last one or until the client says something. Their KV
+        stays for as long as this request."""
+        cache, ids, computed_s = DynamicCache(), array("i", said["ids"]), 0.0
+        for left in reversed(range(said["tokens"])):
             began = perf_counter()
-            drawn, tokens = int(greedy(self._forward(ids, cache))), tokens - 1
-            last = not tokens or drawn in ends
-            yield drawn, last, perf_counter() - began
+            drawn = int(greedy(self._forward(ids, cache)))
+            computed_s += perf_counter() - began
+            last = not left or drawn in said["ends"]
+            if not last and wire.waiting:
+                wire.receive()
+                last = True
+            if last:
+                wire.send(computed(waited, computed_s, drawn))
+                return
+            began = perf_counter()
+            wire.send({"token": drawn})
+            waited += perf_counter() - began
             ids = array("i", [drawn])
 
     def _forward(self, ids: TokenArray[int], cache: DynamicCache) -> torch.Tensor:
@@ -108,44 +117,17 @@ def host(commands: Connection, answers: Connection) -> None:
     """Load the model that is asked for, say what it is, and serve one client until that is gone."""
     setup, keeps_weights = commands.recv()
     model = RemoteModel(setup, keeps_weights)
-    said = {
-        "load_s": model.load_s,
-        "weight_bytes": model.weight_bytes,
-        "version": transformers.__version__,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-    answers.send(said)
+    answers.send({"load_s": model.load_s, "weight_bytes": model.weight_bytes, **versions()})
     wire = Wire(commands, answers, setup.network_gbps)
     with suppress(EOFError, OSError):  # the client is gone
         while True:
-            _answer(wire, model)
-
-
-def _answer(wire: Wire, model: RemoteModel) -> None:
-    arrived = wire.receive()
-    here, said = perf_counter(), arrived.said
-    try:
-        if said.get("do") == "step":
-            back, began, ended = model.step(array("i", said["ids"]), arrived.arrays)
-            wire.send(computed(arrived.flight_s + began - here, ended - began), back, began_s=ended)
-        elif said.get("do") == "generate":
-            _generate(wire, model, said, arrived.flight_s)
-    except (RuntimeError, IndexError, ValueError, KeyError) as error:
-        wire.send({"error": f"The model's process failed the request: {error!r}"})
-
-
-def _generate(wire: Wire, model: RemoteModel, said: Said, waited: float) -> None:
-    """A token as soon as it is drawn, until the last one or until the client says something."""
-    computed_s = 0.0
-    for drawn, last, seconds in model.decode(array("i", said["ids"]), said["tokens"], said["ends"]):
-        computed_s += seconds
-        if not last and wire.waiting:
-            wire.receive()
-            last = True
-        if last:
-            wire.send(computed(waited, computed_s, drawn))
-            return
-        began = perf_counter()
-        wire.send({"token": drawn})
-        waited += perf_counter() - began
+            said, arrays, flight_s = wire.receive()
+            here = perf_counter()
+            try:
+                if said.get("do") == "step":
+                    back, began, ended = model.step(array("i", said["ids"]), arrays)
+                    wire.send(computed(flight_s + began - here, ended - began), back, began_s=ended)
+                elif said.get("do") == "generate":
+                    model.generate(wire, said, flight_s)
+            except (RuntimeError, IndexError, ValueError, KeyError) as error:
+                wire.send({"error": f"The model's process failed the request: {error!r}"})

@@ -35,12 +35,12 @@ from pensieve.units import ceil_div, format_bytes
 @dataclass(frozen=True, slots=True)
 class Spent:
     """What one token cost: the nanoseconds that the model computed, those in which messages were under way, and their bytes
-    each way as the client counts them (None: there is no network)."""
+    each way as the client counts them (0 received: there is no network)."""
 
     computed_ns: int
     moved_ns: int = 0
-    sent: int | None = None
-    received: int | None = None
+    sent: int = 0
+    received: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +60,7 @@ class TokenByToken(ABC):
     Of a prompt it has nothing but what `_held` says."""
 
     takes_turns: ClassVar[bool] = False
+    engine: ClassVar[str]
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
         self.clock = VirtualClock()
@@ -74,10 +75,6 @@ class TokenByToken(ABC):
     @abstractmethod
     def tokens(self, held: int, prompt: int, count: int) -> Iterator[Spent]:
         """What each of `count` tokens after a prompt costs of which so many tokens are held."""
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """As the engine itself would report them."""
 
     def _accept(self, one: Serving) -> None:
         """A request arrives. Sets ready_ns; raises MemoryRanOut."""
@@ -136,6 +133,17 @@ class TokenByToken(ABC):
     def counters(self) -> dict[str, float]:
         return {}
 
+    def settings(self) -> dict[str, Any]:
+        return {
+            "engine": f"simulated, {self.engine}",
+            "device": self.hardware.name,
+            "weight_bytes": self.model.weight_bytes,
+            **dict.fromkeys(("gpu_tokens", "gpu_bytes")),
+            **dict.fromkeys(("cpu_tokens", "cpu_bytes"), 0),
+            "kv_bytes_per_token": self.model.kv_bytes_per_token,
+            "dtype": self.model.dtype,
+        }
+
     def close(self) -> None:
         self._queue.clear()
 
@@ -156,7 +164,7 @@ class TokenByToken(ABC):
             one.steps = self.tokens(turn.gpu_hit_tokens, prompt, request.output.max_new_tokens)
         spent = next(one.steps)
         self.clock.advance_to(self.clock.now_ns() + spent.computed_ns + spent.moved_ns)
-        if spent.sent is not None and spent.received is not None:
+        if spent.received:
             turn.sent_bytes = (turn.sent_bytes or 0) + spent.sent
             turn.received_bytes = (turn.received_bytes or 0) + spent.received
         turn.step(spent.computed_ns / 1e6, spent.moved_ns / 1e6)
@@ -179,23 +187,13 @@ class TokenByToken(ABC):
         self._leave(one)
         return Event("finished", one.request.id, self.clock.now_s(), turn=one.turn)
 
-    def _settings(self, engine: str) -> dict[str, Any]:
-        kv = dict.fromkeys(("gpu_tokens", "gpu_bytes")) | dict.fromkeys(("cpu_tokens", "cpu_bytes"), 0)
-        return {
-            "engine": engine,
-            "device": self.hardware.name,
-            "weight_bytes": self.model.weight_bytes,
-            **kv,
-            "kv_bytes_per_token": self.model.kv_bytes_per_token,
-            "dtype": self.model.dtype,
-        }
-
 
 # -- agents -----------------------------------------------------------------------------------------------------------------
 
 
 class _Processes(TokenByToken):
     takes_turns = True
+    engine = "a process an agent"
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
         super().__init__(model, hardware, chunk_tokens)
@@ -228,7 +226,7 @@ class _Processes(TokenByToken):
         }
 
     def settings(self) -> dict[str, Any]:
-        return {**self._settings("simulated, a process an agent"), "memory_bytes": self._memory_bytes}
+        return {**super().settings(), "memory_bytes": self._memory_bytes}
 
 
 @dataclass(slots=True)
@@ -311,6 +309,8 @@ _WORST = (1.0, 1.0)  # seconds that take as many bytes as any in a head
 class _Disaggregated(TokenByToken):
     """One request after the other, in order of arrival, as the real ones are served."""
 
+    engine = "disaggregated"
+
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
         if hardware.network_gbps is None:
             raise ConfigError(
@@ -322,7 +322,7 @@ class _Disaggregated(TokenByToken):
     def settings(self) -> dict[str, Any]:
         h = self.hardware
         return {
-            **self._settings("simulated, disaggregated"),
+            **super().settings(),
             "network": f"simulated: {h.network_gbps:g} Gbps each way and {h.network_latency_s * 1e6:g} us one way",
             "network_gbps": h.network_gbps,
             "network_latency_s": h.network_latency_s,

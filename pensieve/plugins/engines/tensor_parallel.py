@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -105,9 +105,8 @@ class TensorParallelWorker:
 
     def collect(self, until_ns: int | None) -> StepResult | None:
         result = self._together.result(self._ask(("collect", (None,))))
-        while result is not None and result.step is None and not result.moved:
-            # Some ranks have a copy behind them that others still have under way.
-            result = self._together.result(self._ask(("collect", (None,))))
+        if result is not None and result.step is None and not result.moved:
+            return self.collect(until_ns)  # some ranks have a copy behind them that others still have under way
         if result is None or result.ended_ns is None:
             return result
         return replace(result, ended_ns=result.ended_ns - self._clock_began_ns)
@@ -174,8 +173,7 @@ class Together:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._ended: Counter[int] = Counter()  # by ticket, on how many ranks, where not on all
-        self._failed: set[int] = set()
+        self._ended: dict[int, list[bool]] = defaultdict(list)  # by ticket, where not on all: on each whether it failed
 
     def result(self, results: Sequence[StepResult | None]) -> StepResult | None:
         """Of one plan, or of copies alone; `results` begin with rank 0's, who alone says what was sampled. The slowest rank's
@@ -200,13 +198,9 @@ class Together:
         """The moves that are over on all ranks; one that failed on any has failed."""
         over: list[Moved] = []
         for ticket, ok, _ in (one for result in told for one in result.moved):
-            if not ok:
-                self._failed.add(ticket)
-            self._ended[ticket] += 1
-            if self._ended[ticket] == self._count:
-                del self._ended[ticket]
-                over.append(Moved(ticket, ticket not in self._failed))
-                self._failed.discard(ticket)
+            self._ended[ticket].append(ok)
+            if len(self._ended[ticket]) == self._count:
+                over.append(Moved(ticket, all(self._ended.pop(ticket))))
         return tuple(over)
 
 

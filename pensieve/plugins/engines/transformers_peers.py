@@ -5,8 +5,7 @@ import os
 import queue
 import threading
 from array import array
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
@@ -27,18 +26,16 @@ def end_tokens(setup: EngineSetup, request: Request) -> list[int]:
     return setup.ends(request) or [setup.model.vocab]
 
 
-def _settings(setup: EngineSetup, engine: str, tokens: int | None) -> dict[str, Any]:
-    """What both say of themselves. tokens: of KV."""
+def versions() -> dict[str, Any]:
+    """What computes in this process."""
     import torch
     import transformers
 
     return {
-        "engine": engine,
         "version": transformers.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-        **setup.kv_settings(tokens),
     }
 
 
@@ -59,8 +56,8 @@ class NativePytorch(OutsideEngine):
         self._module = plain_module(self._setup)
         loaded = perf_counter()
         self._module(input_ids=torch.zeros(1, 8, dtype=torch.long, device=self._module.device), use_cache=False)
-        settings = _settings(self._setup, "transformers generate", None)
-        settings["attention"] = self._module.config._attn_implementation
+        kv = self._setup.kv_settings(None)
+        settings = {"engine": "transformers generate", "attention": "sdpa", **versions(), **kv}
         return StartReport(loaded - began, (perf_counter() - loaded) * 1e3, settings)
 
     def answer(self, request: Request, channel: Channel) -> Reply:
@@ -127,10 +124,11 @@ class ContinuousBatching(OutsideEngine):
         self._setup = setup
         self._open = ExitStack()
         self._waiting: dict[str, queue.SimpleQueue[Any]] = {}
-        self._reader: threading.Thread | None = None
         self._closing = False
 
     def start(self) -> StartReport:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
         setup = self._setup
         began = perf_counter()
         module = plain_module(setup)
@@ -141,11 +139,23 @@ class ContinuousBatching(OutsideEngine):
             "max_batch_tokens": setup.batch_tokens,
             "max_requests_per_batch": setup.batch_requests,
         }
-        self._manager: Any = self._open.enter_context(continuous_batching(module, sizes))
-        self._reader = threading.Thread(target=self._read, name="continuous-batching", daemon=True)
-        self._reader.start()
+        for one in map(logging.getLogger, _LOGGERS):
+            self._open.callback(one.setLevel, one.level)
+            one.setLevel(logging.ERROR)
+        generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+        config = ContinuousBatchingConfig(**sizes)
+        self._manager: Any = self._open.enter_context(
+            module.continuous_batching_context_manager(
+                generation_config=generation, continuous_batching_config=config, timeout=10
+            )
+        )
+        reader = threading.Thread(target=self._read, name="continuous-batching", daemon=True)
+        reader.start()
+        self._open.callback(reader.join)
         settings = {
-            **_settings(setup, "transformers continuous batching", sizes["num_blocks"] * sizes["page_size"]),
+            "engine": "transformers continuous batching",
+            **versions(),
+            **setup.kv_settings(sizes["num_blocks"] * sizes["page_size"]),
             **{f"configured_{name}": value for name, value in sizes.items()},
             "max_batch_tokens": setup.batch_tokens,
             "max_batch_requests": setup.batch_requests,
@@ -188,27 +198,4 @@ class ContinuousBatching(OutsideEngine):
 
     def close(self) -> None:
         self._closing = True
-        if self._reader is not None:
-            self._reader.join()
         self._open.close()
-
-
-@contextmanager
-def continuous_batching(module: Any, sizes: dict[str, int]) -> Iterator[Any]:
-    """A running manager of these sizes."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    config = ContinuousBatchingConfig(**sizes)
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.ERROR)
-    try:
-        with module.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=config, timeout=10
-        ) as manager:
-            yield manager
-    finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)

@@ -290,11 +290,9 @@ def reported(metrics: str) -> dict[str, Any]:
     """What the server says of its cache, in its metrics."""
     line = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
     labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
-    found: dict[str, Any] = {
-        name: int(labels[label])
-        for name, label in (("block_size", "block_size"), ("num_blocks", "num_gpu_blocks"))
-        if labels.get(label, "").isdigit()
+    blocks = {"block_size": labels.get("block_size", ""), "num_blocks": labels.get("num_gpu_blocks", "")}
+    return {
+        **{name: int(count) for name, count in blocks.items() if count.isdigit()},
+        "prefix_caching": labels.get("enable_prefix_caching") == "True",
+        "kv_type": labels.get("cache_dtype"),
     }
-    if labels:
-        found |= {"prefix_caching": labels.get("enable_prefix_caching") == "True", "kv_type": labels.get("cache_dtype")}
-    return found

@@ -70,9 +70,6 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
                 tier.manager._policy._clock = partial(float, command["now_s"])
             if "add" in command:
                 add(command)
-            elif "anew" in command:
-                assert engine.reset_prefix_cache(reset_connector=True)
-                tier.manager = manager_of(engine.vllm_config, *command["anew"])
             else:
                 engine.abort_request([command["abort"]])
         for output in engine.step():
@@ -89,16 +86,6 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
                     "policy_failure": failure_of(tier),
                 }
             out.send(said)
-
-
-def manager_of(config, policy: str, chunks: int):  # type: ignore[no-untyped-def]
-    """A CPU tier of so many of the chunks that there are."""
-    from vllm.config import set_current_vllm_config
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-
-    ours = None if policy in ("lru", "arc") else "pensieve.plugins.vllm.connector"
-    with set_current_vllm_config(config):
-        return CPUOffloadingManager(chunks, policy, ours)
 
 
 def failure_of(tier) -> str | None:  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,44 +37,40 @@ def plain_module(setup: EngineSetup) -> Any:
 
 
 def gguf_file(setup: EngineSetup, file_type: str) -> Path:
-    """The weights as GGUF."""
-    target = _kept(f"gguf-{file_type}-{_key(setup)}") / "model.gguf"
-    _once(target, lambda: write_gguf(plain_module(setup), setup.model.name, target, file_type))
-    return target
+    """The weights as GGUF. file_type: of matrices, f32 or f16; norms, biases and positions are always f32."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        _write_gguf(plain_module(setup), setup.model.name, folder / "model.gguf", file_type)
+
+    return _kept(f"gguf-{file_type}-{_key(setup)}", write) / "model.gguf"
 
 
 def model_folder(setup: EngineSetup) -> Path:
     """The weights as save_pretrained writes them; the user's own folder where they come from one."""
     if setup.weights not in ("random", "hub"):
         return Path(setup.weights).expanduser().resolve()
-    folder = _kept(f"folder-{_key(setup)}")
-    _once(folder / "config.json", lambda: _save(plain_module(setup), folder))
+
+    def write(folder: Path) -> None:
+        from pensieve.device.weights import quiet_transformers
+
+        with quiet_transformers():
+            plain_module(setup).save_pretrained(folder, safe_serialization=True)
+
+    return _kept(f"folder-{_key(setup)}", write)
+
+
+def _kept(name: str, write: Callable[[Path], None]) -> Path:
+    """A folder that one process writes and that is whole where it is there."""
+    folder = user_cache() / "weights" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{name}.lock")):
+        if not folder.is_dir():
+            partial = folder.with_name(f".{name}.{os.getpid()}")
+            shutil.rmtree(partial, ignore_errors=True)
+            write(partial)
+            partial.rename(folder)
     return folder
-
-
-def _save(module: Any, folder: Path) -> None:
-    from pensieve.device.weights import quiet_transformers
-
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    with quiet_transformers():
-        module.save_pretrained(partial, safe_serialization=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-
-
-def _kept(name: str) -> Path:
-    return user_cache() / "weights" / name
-
-
-def _once(target: Path, write: Any) -> None:
-    """Only one process writes, and a file that is there is whole."""
-    if target.is_file():
-        return
-    target.parent.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.parent.parent / f"{target.parent.name}.lock"):
-        if not target.is_file():
-            write()
 
 
 def _key(setup: EngineSetup) -> str:
@@ -149,17 +145,14 @@ def refuse_family(name: str, architecture: Mapping[str, Any]) -> None:
         )
 
 
-def write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
-    """Write the module's weights to `file`, which appears when it is whole. file_type: of matrices, f32 or f16; norms,
-    biases and positions are always f32. Raises UnsupportedModel."""
+def _write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
+    """Raises UnsupportedModel."""
     import gguf
 
     config = module.config
     refuse_family(name, config.to_dict())
     family = str(config.model_type)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    writer = gguf.GGUFWriter(partial, family)
+    writer = gguf.GGUFWriter(file, family)
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32 if file_type == "f32" else gguf.LlamaFileType.MOSTLY_F16)
     writer.add_vocab_size(config.vocab_size)
@@ -185,7 +178,6 @@ def write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    partial.replace(file)
 
 
 def _tensors(module: Any, family: str) -> Iterator[tuple[str, Any]]:

@@ -65,13 +65,9 @@ class DiskTier(LowerTier):
     def worth_reading(self, session: Session, length: int) -> list[ChunkRun]:
         """Reads under way come first."""
         size, layers = self._size, self._layers
-        names = session.named(length, size)
         there = map(max, session.chunks.gpu_len, session.chunks.cpu_len)
-        wanted = [
-            index
-            for index, (resident, name) in enumerate(zip(there, names, strict=False))
-            if not resident and name in self._block_of
-        ]
+        known = enumerate(zip(there, session.named(length, size), strict=False))
+        wanted = [index for index, (resident, name) in known if not resident and name in self._block_of]
         if not wanted:
             return []
         chosen: list[ChunkRun] = []
@@ -144,11 +140,9 @@ class DiskTier(LowerTier):
             self._remove(one.gone)
 
     def _remove(self, names: Iterable[BlockHash]) -> None:
-        for name in names:
-            block = self._block_of.pop(name, None)
-            if block is not None:
-                self._free.append(block)
-                self._facts.freed(self.name, (block,))
+        blocks = [self._block_of.pop(name) for name in names if name in self._block_of]
+        self._free += blocks
+        self._facts.freed(self.name, blocks)
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 

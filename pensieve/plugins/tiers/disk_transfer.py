@@ -131,8 +131,7 @@ class DiskTransfer(Transfer):
     def require(self, blocks: NDArray[np.int64]) -> bool:
         waits, self._required_read = super().require(blocks), None
         if self._reads:
-            wanted = set(np.unique(blocks).tolist())
-            needed = (read for read in reversed(self._reads) if not wanted.isdisjoint(read.load.dst))
+            needed = (read for read in reversed(self._reads) if np.isin(read.load.dst, blocks).any())
             self._required_read = next(needed, None)  # who waits for the newest waits for all
         return waits or self._required_read is not None
 
@@ -150,9 +149,7 @@ class DiskTransfer(Transfer):
     def moved(self) -> tuple[Moved, ...]:
         over = [read for read in self._reads if read.marks[-1].is_set()]
         self._reads = [read for read in self._reads if read not in over]
-        stored = []
-        while not self._stored.empty():
-            stored.append(self._stored.get())
+        stored = [self._stored.get() for _ in range(self._stored.qsize())]
         return (*super().moved(), *stored, *(read.outcome for read in over))
 
     def wait(self) -> bool:
@@ -181,27 +178,22 @@ class DiskTransfer(Transfer):
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (order := self._next()) is not None:
+        """Until the transfer is closed and all is written."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._orders or self._closing)
+                if not self._orders:
+                    return
+                read = next((one for one in self._orders if isinstance(one, _Read)), None)
+                order = self._orders[0] if read is None else next(one for one in self._orders if self._goes(one, read))
+                self._orders.remove(order)
             if isinstance(order, _Read):
                 self._read(order)
             else:
                 self._write(order)
 
-    def _next(self) -> _Write | _Read | None:
-        """Wait for the next write or read; None: the transfer is closed, and all is written."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._orders or self._closing)
-            if not self._orders:
-                return None
-            reads = (place for place, one in enumerate(self._orders) if isinstance(one, _Read))
-            place = first = next(reads, 0)
-            read = self._orders[first]
-            blocks = read.load.src if isinstance(read, _Read) else ()
-            for earlier, write in enumerate(self._orders[:first]):
-                if isinstance(write, _Write) and write.dst in blocks:
-                    place = earlier
-                    break
-            return self._orders.pop(place)
+    def _goes(self, order: _Write | _Read, read: _Read) -> bool:
+        return order is read or (isinstance(order, _Write) and order.dst in read.load.src)
 
     def _write(self, order: _Write) -> None:
         layers = [_bytes_of(layer) for layer in order.staged]

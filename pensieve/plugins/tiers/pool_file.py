@@ -93,14 +93,11 @@ class PoolFile:
         found: list[tuple[int, bytes, int]] = []
         strange = 0
         for block in range(self.blocks):
-            header = os.pread(self._file, self._header_bytes, block * self._stride)
-            if not any(header[:8]):
-                continue
-            told = self._read_header(header)
-            if told is None:
-                strange += 1
-            else:
+            header = self._header_of(block)
+            if told := self._told(header):
                 found.append((told[1], told[0], block))
+            else:
+                strange += any(header[:8])
         if strange:
             log.warning("%s: %s chunks are of another model, or damaged; they are not used.", self._path, strange)
         self._writes = max((number for number, _, _ in found), default=0)
@@ -126,7 +123,7 @@ class PoolFile:
     def checksums(self, block: int, key: bytes) -> tuple[int, ...] | None:
         """Of the layers of this chunk; None if the block does not hold it, or cannot be read."""
         try:
-            told = self._read_header(os.pread(self._file, self._header_bytes, block * self._stride))
+            told = self._told(self._header_of(block))
         except OSError as error:
             log.error("The file of cache.disk cannot be read: %s", error)
             return None
@@ -169,7 +166,10 @@ class PoolFile:
     def close(self) -> None:
         os.close(self._file)
 
-    def _read_header(self, header: bytes) -> tuple[bytes, int, tuple[int, ...]] | None:
+    def _header_of(self, block: int) -> bytes:
+        return os.pread(self._file, self._header_bytes, block * self._stride)
+
+    def _told(self, header: bytes) -> tuple[bytes, int, tuple[int, ...]] | None:
         """Key, number of the write and checksums of a chunk; None where it is none of this store's, or damaged."""
         if len(header) < self._header_bytes:
             return None
