@@ -1,7 +1,7 @@
 """Compares the logits of a model through the paged attention with its own, once, when it is loaded."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -64,11 +64,8 @@ def check_against_eager(
     ends = [length - tokens for tokens in (10, 6, 3, 1) if length - tokens > cut]
     cuts = ((0, length), (0, cut, *ends, length))
     try:
-        dtype = getattr(torch, spec.dtype)
-        tensors = KvTensors(spec, chunk, 16, 0, device, dtype)
-        paged = partial(_pieces, forward, backend, tensors)
-        judge = _float32 if dtype == torch.float32 else partial(_sixteen_bits, spec.layers)
-        check = judge(module, paged, _prompts(spec, length, device), cuts)
+        tensors = KvTensors(spec, chunk, 16, 0, device, getattr(torch, spec.dtype))
+        check = _compared(module, partial(_pieces, forward, backend, tensors), spec, device, cuts)
     except (PensieveError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the model's code trips over, the user can only choose another model
@@ -86,43 +83,40 @@ def check_against_eager(
     return check
 
 
-_Cuts = tuple[tuple[int, ...], ...]
-_Paged = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-"""Of a prompt computed in the pieces between bounds: its logits [tokens, vocab]."""
-
-
-def _float32(module: Any, paged: _Paged, prompts: list[torch.Tensor], cuts: _Cuts) -> SelfCheck:
-    ids = prompts[0]  # rounding is far below what is allowed: one prompt says it all
-    with torch.inference_mode():
+def _compared(
+    module: Any,
+    paged: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor],
+    spec: ModelSpec,
+    device: torch.device,
+    cuts: tuple[tuple[int, ...], ...],
+) -> SelfCheck:
+    """paged: logits [tokens, vocab] of a prompt computed in the pieces between bounds."""
+    halves = spec.dtype != "float32"
+    own, ours = (
+        0.0,
+        torch.zeros(len(cuts), dtype=torch.float64),
+    )  # sums of mean squares; in float32 the largest differences
+    for number in range(_PROMPTS if halves else 1):  # one at a time: logits over a large vocabulary take much memory
+        ids = torch.arange(cuts[0][-1], device=device).mul(7 + 4 * number).add(3 + number).remainder(spec.vocab)
         with _eager(module):
-            expected = module(input_ids=ids[None], use_cache=False).logits[0]
-        differences = torch.stack([(paged(ids, bounds) - expected).abs().max() for bounds in cuts])
-    return SelfCheck(float(differences.max()), _FLOAT32 * max(1.0, float(expected.abs().max())), "eager")
-
-
-def _sixteen_bits(layers: int, module: Any, paged: _Paged, prompts: list[torch.Tensor], cuts: _Cuts) -> SelfCheck:
-    own, ours = 0.0, [0.0] * len(cuts)  # sums of mean squares
-    for ids in prompts:  # one at a time: logits over a large vocabulary take much memory
-        with _eager(module):
-            with torch.no_grad(), upcast(module, layers):
+            with torch.no_grad(), upcast(module, spec.layers) if halves else nullcontext():
                 exact = module(input_ids=ids[None], use_cache=False).logits[0]
-            with torch.inference_mode():
-                own += _mean_square(module(input_ids=ids[None], use_cache=False).logits[0], exact)
+            if halves:
+                with torch.inference_mode():
+                    own += float(_squares(module(input_ids=ids[None], use_cache=False).logits[0], exact).mean())
         with torch.inference_mode():
             for index, bounds in enumerate(cuts):
-                ours[index] += _mean_square(paged(ids, bounds), exact)
-    worst = float(torch.tensor(ours, dtype=torch.float64).max())  # NaN, if one of them is
-    return SelfCheck((worst / len(prompts)) ** 0.5, MULTIPLE * (own / len(prompts)) ** 0.5, "float32")
+                squares = _squares(paged(ids, bounds), exact)
+                ours[index] += float(squares.mean() if halves else squares.max())
+    worst = float(ours.max())  # NaN, if one of them is
+    if not halves:
+        return SelfCheck(worst**0.5, _FLOAT32 * max(1.0, float(exact.abs().max())), "eager")
+    return SelfCheck((worst / _PROMPTS) ** 0.5, MULTIPLE * (own / _PROMPTS) ** 0.5, "float32")
 
 
-def _mean_square(got: torch.Tensor, exact: torch.Tensor) -> float:
+def _squares(got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     assert exact.dtype == torch.float32
-    return float((got.float() - exact).square().mean())
-
-
-def _prompts(spec: ModelSpec, length: int, device: torch.device) -> list[torch.Tensor]:
-    places = torch.arange(length, device=device)
-    return [places.mul(7 + 4 * number).add(3 + number).remainder(spec.vocab) for number in range(_PROMPTS)]
+    return (got.float() - exact).square()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pensieve.core.plan import Row, Sample
-from pensieve.device import batch, flight
 from pensieve.device.transfers import cuda_link
 from pensieve.device.worker import TorchOptions
 from pensieve.serve.systems.profiling import swap_in, swap_out
@@ -53,22 +52,15 @@ def test_what_waits_is_listed_and_what_does_not_is_not(device):
     device.assert_clean()
 
 
-def other_stream(x, ordered):
+def other_stream(x, before, act, after):
+    """Another stream acts, before what this one writes; each may wait for the other."""
     side = torch.cuda.Stream()
-    if ordered:
+    if before:
         side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        x.add_(1)
-    if ordered:
+        act(x)
+    if after:
         torch.cuda.current_stream().wait_event(side.record_event())
-    x.mul_(2)
-
-
-def read_beside(x):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x + 1
     x.mul_(2)
 
 
@@ -93,9 +85,9 @@ FOUND = {
     "to pageable memory": (lambda x: torch.empty(8).copy_(x, non_blocking=True), {"pageable"}),
     "pinned memory reused under a copy": (lambda x: reused(x, False), {"race"}),
     "pinned memory reused after it": (lambda x: reused(x, True), set()),
-    "two streams": (lambda x: other_stream(x, False), {"race"}),
-    "two streams in order": (lambda x: other_stream(x, True), set()),
-    "a write behind a read of another stream": (read_beside, {"race"}),
+    "two streams": (lambda x: other_stream(x, False, lambda x: x.add_(1), False), {"race"}),
+    "two streams in order": (lambda x: other_stream(x, True, lambda x: x.add_(1), True), set()),
+    "a write behind a read of another stream": (lambda x: other_stream(x, True, lambda x: x + 1, False), {"race"}),
     "a replay over freed memory": (freed, {"freed"}),
 }
 
@@ -139,20 +131,8 @@ def scenario(device):
     hand.close()
 
 
-def no_hold_before_compute(patch):
-    patch.setattr(cuda_link.CudaLink, "hold_compute", lambda self, mark: None)
-
-
-def no_wait_of_swap_outs_for_compute(patch):
-    enqueue = cuda_link.CudaLink.enqueue
-    patch.setattr(cuda_link.CudaLink, "enqueue", lambda self, haul, inward, after=(): enqueue(self, haul, inward))
-
-
-def tokens_read_early(patch):
-    patch.setattr(flight.Flight, "wait", lambda self: None)
-
-
-def one_upload_buffer_for_all(patch):
+def one_upload_buffer_for_all():
+    """In place of pinned memory of its own for each iteration."""
     buffer = torch.empty(8192, dtype=torch.int64, pin_memory=True)
 
     def upload(arrays, device):
@@ -162,16 +142,7 @@ def one_upload_buffer_for_all(patch):
         there = buffer[: starts[-1]].to(device, non_blocking=True)
         return [there[start : start + len(array)] for start, array in zip(starts[:-1], arrays, strict=True)]
 
-    patch.setattr(batch, "_upload", upload)
-
-
-def lists_sent_from_pageable_memory(patch):
-    def send(values, target):
-        target.copy_(torch.from_numpy(values), non_blocking=True)
-
-    from pensieve.device.kernels import triton_backend
-
-    patch.setattr(triton_backend, "send", send)
+    return upload
 
 
 @needs_triton
@@ -181,19 +152,28 @@ def test_nothing_is_found_without_them(device):
     assert not device.findings and not waits, listed([*device.findings, *waits])
 
 
-MUTATIONS = [
-    (no_hold_before_compute, "race", "graphs.py"),
-    (no_wait_of_swap_outs_for_compute, "race", "driver|cuda_link.py"),
-    (tokens_read_early, "race", "flight.py"),
-    (one_upload_buffer_for_all, "race", "batch.py"),
-    (lists_sent_from_pageable_memory, "pageable", "test_standin.py|triton_backend.py"),
-]
+LINK, ENQUEUE = "pensieve.device.transfers.cuda_link.CudaLink", cuda_link.CudaLink.enqueue
+MUTATIONS = {
+    "no hold before compute": (f"{LINK}.hold_compute", lambda: lambda self, mark: None, "race", "graphs.py"),
+    "no wait of swap-outs for compute": (
+        f"{LINK}.enqueue", lambda: lambda self, haul, inward, after=(): ENQUEUE(self, haul, inward), "race",
+        "driver|cuda_link.py",
+    ),
+    "tokens read early": ("pensieve.device.flight.Flight.wait", lambda: lambda self: None, "race", "flight.py"),
+    "one upload buffer": ("pensieve.device.batch._upload", one_upload_buffer_for_all, "race", "batch.py"),
+    "lists from pageable memory": (
+        "pensieve.device.kernels.triton_backend.send",
+        lambda: lambda values, target: target.copy_(torch.from_numpy(values), non_blocking=True), "pageable",
+        "test_standin.py|triton_backend.py",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("mutate", "kind", "places"), MUTATIONS, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("name", MUTATIONS)
 @needs_triton
-def test_each_is_found(device, monkeypatch, mutate, kind, places):
-    mutate(monkeypatch)
+def test_each_is_found(device, monkeypatch, name):
+    place, made, kind, places = MUTATIONS[name]
+    monkeypatch.setattr(place, made())
     scenario(device)
     found = [finding for finding in device.findings if finding.kind == kind]
     assert any(place in finding.where for finding in found for place in places.split("|")), listed(device.findings)

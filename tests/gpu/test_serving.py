@@ -24,8 +24,7 @@ from pensieve.serve.systems.base import WallClock
 from tests.simulated import run
 from tests.worker.torch.driver import engine_on, random_tokens
 
-from .conversations import CHUNK, REQUESTS, TURNS, check_paths, converse
-from .small import small_model
+from .conversations import CHUNK, REQUESTS, TURNS, check_paths, converse, small_model
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

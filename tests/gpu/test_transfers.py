@@ -12,8 +12,8 @@ from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.serve.systems.base import WallClock
 from pensieve.specs import ModelSpec
 
+from .conversations import SIZES
 from .shuttle import shuttle
-from .small import SIZES
 
 DEVICE = torch.device("cuda", 0)
 LARGE = {**SIZES["llama"], "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 8}

@@ -5,24 +5,15 @@
    a product differs from that with the same weights in float32 by the order of its sums alone. Neither other rows nor the
    number of threads change a row's result. */
 
-#include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
 #include "../kernels/numbers.h"
 
-/* Numbers a vector register; outputs and rows that are summed at once, as many as there are registers for: 16 sums of 32
-   with AVX-512, 12 of 16 with AVX and SSE. */
-#if defined(__AVX512F__)
-enum { LANES = 16, OUTPUTS = 4, ROWS = 4 };
-#elif defined(__AVX__)
-enum { LANES = 8, OUTPUTS = 3, ROWS = 4 };
-#else
-enum { LANES = 4, OUTPUTS = 3, ROWS = 4 };
-#endif
-
-typedef float floats __attribute__((vector_size(LANES * 4)));
+/* Outputs and rows that are summed at once, as many as there are registers for: 16 sums of 32 with AVX-512, 12 of 16 with AVX
+   and SSE. */
+enum { OUTPUTS = LANES == 16 ? 4 : 3, ROWS = 4 };
 
 static inline floats widened_lanes(const number *from) {
     floats all;

@@ -7,10 +7,6 @@
    a running sum, and results that are rescaled when the maximum grows). What comes next is asked for ahead of time,
    since no prefetcher follows from block to block. Neither other rows nor the number of threads change a row's result. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
 #include "numbers.h"
 
 typedef number kv_type;
@@ -134,13 +130,8 @@ void attend_decode(
 
 /* Prefill: rows (a query of one head) and keys that are multiplied at once. Sums of ROWS times ACROSS vectors stay in
    registers: 24 of 32 with AVX-512, 12 of 16 with AVX. */
-#if defined(__AVX512F__)
-enum { LANES = 16, ACROSS = 4 };
-#else
-enum { LANES = 8, ACROSS = 2 };
-#endif
+enum { ACROSS = LANES == 16 ? 4 : 2 };
 enum { ROWS = 6, KEYS = 64, PADDED = (HEAD_DIM + LANES - 1) / LANES * LANES, ROWS_OF_A_UNIT = 384 };
-typedef float floats __attribute__((vector_size(LANES * 4)));
 
 /* c [ROWS, across vectors] = or += a [ROWS, depth] times b [depth, across vectors]. */
 static inline __attribute__((always_inline)) void product(

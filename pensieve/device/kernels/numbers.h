@@ -1,7 +1,18 @@
-/* The type of stored numbers (-DFLOAT32, -DBFLOAT16 or -DFLOAT16), and an exponential that compilers make vectors of. */
+/* The type of stored numbers (-DFLOAT32, -DBFLOAT16 or -DFLOAT16), vectors of float32, and an exponential that compilers make
+   vectors of. */
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float floats __attribute__((vector_size(LANES * 4)));
 
 #if defined(BFLOAT16)
 typedef uint16_t number; /* the upper half of a float32 */
