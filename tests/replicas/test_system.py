@@ -16,7 +16,7 @@ from pensieve.plugins.replicas.engine import Described, EngineReplica
 from pensieve.plugins.replicas.system import ATTEMPTS, Replica, ReplicaSystem
 from pensieve.serve.systems.base import WallClock
 from tests.baselines.systems import HeldWorker, PricedSystem, parts
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, Side, until
 
 COUNT = 3
 LATER_S = 1e6  # of a replica's clock, beside the caller's
@@ -67,7 +67,7 @@ class LateClock(WallClock):
 
 class StandIn(EngineReplica):
     """An engine of this process, and what EngineProcess has of one. left: events of requests that it tells until it dies;
-    None: it lives. mute: what is no turn gets no answer. asked: how often somebody wanted to know what it counts."""
+    None: it lives. mute: what is no turn gets no answer."""
 
     lasts = None  # what `left` is at first
 
@@ -78,7 +78,7 @@ class StandIn(EngineReplica):
         self.worker = Positional(clock)
         super().__init__(OpenedByCancel(worker=self.worker, clock=clock, **parts()), answers, LATER_S)
         self.system, self.left, self.refuses = self._system, self.lasts, refuses
-        self.mute, self.asked = False, 0
+        self.mute = False
         self.died = threading.Event()
         threading.Thread(target=self._run, args=(commands,), daemon=True).start()
 
@@ -91,10 +91,6 @@ class StandIn(EngineReplica):
             report = self.system.start()
             self._answers.send(Described(report, self.system.settings(), self.system.chunk_tokens))
             self.serve(commands)
-
-    def _report(self, sessions):
-        self.asked += 1
-        return super()._report(sessions)
 
     def _tell(self, number, said):
         if number is None and self.left is not None:
@@ -379,20 +375,21 @@ def test_counts_neither_dip_nor_double_whatever_a_replica_does_and_gauges_are_of
         assert until(lambda: len(system.up) == COUNT)
 
 
-def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch):
+def test_a_replica_that_does_not_answer_is_left_out_and_one_that_ends_meanwhile_holds_up_nobody(monkeypatch):
     with replicas() as (system, begun):
-        monkeypatch.setattr(system_module, "PLACES_S", 1e6)
-        monkeypatch.setattr(system_module, "GLANCE_S", 0.05)
-        monkeypatch.setattr(system_module, "CALL_S", 0.2)
         talk(system, "a", 2)
         for one in begun:
             one.mute = one is not home(system, "a")
-        assert until(lambda: system.counters().get("steps")), "the one that answers is told of"
-        system._told_at = float("-inf")
-        assert system.places("a").count("G")
-        asked = sum(one.asked for one in begun)
-        assert system.places("a").count("G") and system.gauges()
-        assert sum(one.asked for one in begun) == asked
+        looking = Side(system.gauges)
+        assert not looking.ends_within(0.05)
+        for one in begun:
+            if one.mute:
+                one.die()
+        assert looking.ended() and looking.result["replicas"] == (1, "replicas")
+        assert until(lambda: len(system.up) == COUNT)
+        monkeypatch.setattr(system_module, "CALL_S", 0.05)
+        begun[-1].mute = True
+        assert system.gauges()["replicas"] == (COUNT - 1, "replicas") and system.places("a").count("G")
 
 
 def test_requests_under_way_are_told_when_the_system_is_closed():

@@ -54,7 +54,7 @@ def known(app):
         "asked",
         "tokens",
         "messages",
-        "claims",
+        "stored",
         "marks",
     ]
     return {(one.tenant, one.id): [getattr(one, name) for name in names] for one in app.server.conversations}

@@ -12,7 +12,7 @@ from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, History, Request
 from pensieve.lab.workload.base import Following
 from pensieve.plugins.cluster.outlook import NEVER_NS, Outlook
-from pensieve.plugins.cluster.routing import LOAD_BLIND, Router, Turn
+from pensieve.plugins.cluster.routing import LOAD_BLIND, Router, Turn, gauges_together, settings_together
 from pensieve.serve.record import Transcripts
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.systems.inline_system import InlineSystem
@@ -171,23 +171,15 @@ class ClusterSystem:
         return {"moved_turns": self._moved_turns, **found}
 
     def gauges(self) -> dict[str, tuple[float, str]]:
-        found: dict[str, tuple[float, str]] = {}
-        for replica in self._replicas:
-            for name, (value, unit) in replica.system.gauges().items():
-                found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
         under_way = [one.in_flight for one in self._replicas]
         return {
-            **found,
+            **gauges_together(one.system.gauges() for one in self._replicas),
             "fullest_replica": (max(under_way), "requests"),
             "requests_under_way": (sum(under_way), "requests"),
         }
 
     def settings(self) -> dict[str, Any]:
-        one, number = self._replicas[0].system.settings(), len(self._replicas)
-        sums = {
-            name: one[name] * number for name in ("gpu_tokens", "cpu_tokens", "disk_tokens", "gpu_bytes", "cpu_bytes")
-        }
-        return {**one, **sums, "replicas": number}
+        return settings_together(self._replicas[0].system.settings(), len(self._replicas))
 
     def close(self) -> None:
         for replica in self._replicas:

@@ -1,8 +1,9 @@
 """Which replica of a cluster serves a request: one function a policy, over what a router may know of those that are up."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,21 @@ ROUTERS: dict[str, Router] = {
 
 LOAD_BLIND = frozenset({affinity, random})
 """Routers that go by the request and by who is up alone."""
+
+
+def gauges_together(told: Iterable[Mapping[str, tuple[float, str]]]) -> dict[str, tuple[float, str]]:
+    """Sums of what replicas hold."""
+    found: dict[str, tuple[float, str]] = {}
+    for name, (value, unit) in chain.from_iterable(one.items() for one in told):
+        found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
+    return found
+
+
+def settings_together(one: Mapping[str, Any], replicas: int) -> dict[str, Any]:
+    """Those of one replica; tokens and bytes of the tiers are those of all together."""
+    summed = ("gpu_tokens", "cpu_tokens", "disk_tokens", "gpu_bytes", "cpu_bytes")
+    return {**one, **{name: one[name] * replicas for name in summed}, "replicas": replicas}
+
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 

@@ -4,7 +4,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,18 +32,9 @@ class Described:
     chunk_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
-    """What a replica counts and holds at a moment. places: of each conversation that was asked for and is known."""
-
-    counters: dict[str, float]
-    gauges: dict[str, tuple[float, str]]
-    places: dict[str, str]
-
-
 class EngineReplica:
     """Answers commands (number, method, arguments) by (number, what it returned), where they have a number, and tells events
-    of requests as (None, event). A method is one of the system's, `begin` or `report`.
+    of requests as (None, event). A method is one of the system's.
 
     later_s: by how much a time is more on the system's clock than on the caller's, which times that come and go are of. An
     engine that crashed serves nobody any more, so it ends its process: another is started, and whoever asked asks again.
@@ -58,19 +48,15 @@ class EngineReplica:
 
     def serve(self, commands: Connection) -> None:
         """Raises EOFError once the caller is gone."""
-        own: dict[str, Callable[..., Any]] = {"begin": self._begin, "report": self._report}
         while True:
             number, method, given = commands.recv()
-            answer = (own.get(method) or getattr(self._system, method))(*given)
+            call = self._begin if method == "begin" else getattr(self._system, method)
+            answer = call(*given)
             if number is not None:
                 self._tell(number, answer)
 
     def _begin(self, request: Request) -> None:
         self._system.begin(replace(request, intended_s=request.intended_s + self._later_s), self)
-
-    def _report(self, sessions: tuple[str, ...]) -> ReplicaReport:
-        places = {name: where for name in sessions if (where := self._system.places(name))}
-        return ReplicaReport(self._system.counters(), self._system.gauges(), places)
 
     def happened(self, event: Event) -> None:
         if (turn := event.turn) is not None:

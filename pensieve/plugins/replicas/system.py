@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,9 +24,9 @@ from pensieve.errors import ConfigError, EngineFailed, HardwareMissing, Pensieve
 from pensieve.lab.compose.build import check_memory
 from pensieve.lab.compose.model_files import check_weights
 from pensieve.lab.compose.plan import TrialPlan, free_device_bytes, memory_limit_bytes
-from pensieve.plugins.cluster.routing import ROUTERS, Turn
+from pensieve.plugins.cluster.routing import ROUTERS, Turn, gauges_together, settings_together
 from pensieve.plugins.engines.process import EngineProcess
-from pensieve.plugins.replicas.engine import Described, ReplicaReport
+from pensieve.plugins.replicas.engine import Described
 from pensieve.serve.record import Listener, Transcripts, TurnRecord
 from pensieve.serve.systems.base import Capabilities, Outbox, WallClock
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, Answer
@@ -34,9 +34,7 @@ from pensieve.serve.systems.engine_system import ENGINE_CLOSED, Answer
 ATTEMPTS = 3
 """A turn whose replica ended is asked again elsewhere, up to so many times in all: it may be what ends them."""
 
-CALL_S = 30.0  # a call that is no turn may take so long
-GLANCE_S = 2.0  # and one that somebody makes who may be told what was so a moment ago
-PLACES_S = 0.5  # for how long what replicas hold is told again without asking them
+CALL_S = 10.0  # a call that is no turn may take so long
 RETRY_S = 5.0  # after a start that failed
 MAIN = "from pensieve.plugins.replicas.engine import main; main()"
 
@@ -116,8 +114,7 @@ class ReplicaSystem:
         self._said = Transcripts()  # of conversations whose requests are submitted
         self._closed = threading.Event()
         self._numbers = itertools.count(1)  # of calls
-        self._told: dict[Replica, ReplicaReport] = {}  # those that ended included
-        self._told_at = -math.inf
+        self._counters: dict[Replica, dict[str, float]] = {}  # as told last, by those that ended too
         self._lock = threading.Lock()  # of what follows, and of what replicas have
         self._processes: dict[int, EngineProcess] = {}
         self._up: dict[int, Replica] = {}
@@ -156,7 +153,7 @@ class ReplicaSystem:
         known = self._said.known(request.session, request.prompt)
         if known and request.history is None:  # by the replica that may serve it now, at the latest
             request = replace(request, history=History(known, "kept"))
-        self.begin(request, _ToOutbox(self._outbox, self._said, request))
+        self.begin(request, self._outbox)
 
     def begin(self, request: Request, listener: Listener) -> None:
         ticket = _Ticket(request, listener)
@@ -198,7 +195,7 @@ class ReplicaSystem:
             self._family.clear()
             for replica in self._up.values():
                 replica.homes.clear()
-        self._each("forget", lambda _: None, CALL_S)
+        self._ask(self.up, "forget", None)
 
     def release(self, session: str, tenant: str = "", left: TokenArray[int] | None = None) -> None:
         """left: ignored, since a replica's disk ends with it."""
@@ -215,36 +212,26 @@ class ReplicaSystem:
         return self._described.chunk_tokens
 
     def places(self, session: str) -> str:
-        """Where its KV is, in the replica of its last turn; up to PLACES_S old."""
-        home = self._home.get(session)
-        if home is None or home not in self.up or (told := self._reports().get(home)) is None:
-            return ""
-        return told.places.get(session, "")
+        """Where its KV is, in the replica of its last turn."""
+        return str(next(iter(self._ask([self._home.get(session)], "places", session).values()), ""))
 
     def counters(self) -> dict[str, float]:
         """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: turns that stand,
         served elsewhere than the one before; restarted_requests: asked again since their replica ended."""
-        every = self._reports(fresh=True).values()
+        self._counters |= self._ask(self.up, "counters")
         with self._lock:
             found = Counter(self._counted)
-        for one in every:
-            found.update(one.counters)
+        for one in list(self._counters.values()):
+            found.update(one)
         return dict(found)
 
     def gauges(self) -> dict[str, tuple[float, str]]:
-        found: dict[str, tuple[float, str]] = {}
-        told = self._reports()
-        running = [told[one] for one in self.up if one in told]
-        for one in running:
-            for name, (value, unit) in one.gauges.items():
-                found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
-        return {**found, "replicas": (len(running), "replicas")}
+        told = self._ask(self.up, "gauges").values()
+        return {**gauges_together(told), "replicas": (len(told), "replicas")}
 
     def settings(self) -> dict[str, Any]:
         """Of one replica; tokens and bytes of the tiers are those of all together."""
-        one, count = self._described.settings, self.count
-        summed = ("gpu_tokens", "cpu_tokens", "disk_tokens", "gpu_bytes", "cpu_bytes")
-        return {**one, **{name: one[name] * count for name in summed}, "replicas": count, "router": self._router}
+        return {**settings_together(self._described.settings, self.count), "router": self._router}
 
     def close(self) -> None:
         """Requests under way end with WorkerError. Safe after a start that failed, and twice."""
@@ -317,7 +304,7 @@ class ReplicaSystem:
                 ticket.serves, ticket.place = None, 0
                 self._counted["restarted_requests"] += 1
             for call in replica.calls.values():
-                call.cancel()
+                call.set_exception(WorkerError("The replica has ended."))
         replica.orders.put(None)
         self._close(replica.number)
         for ticket in tickets:
@@ -337,26 +324,18 @@ class ReplicaSystem:
         elif (ticket := self._tickets.get(said.request_id)) is not None and ticket.serves is replica:
             self._happened(ticket, said)
 
-    def _each(self, method: str, given: Callable[[Replica], Any], patience_s: float) -> dict[Replica, Any]:
-        """What each replica answers, but for those that end meanwhile or take longer. given: the argument."""
+    def _ask(self, replicas: Collection[Replica | None], method: str, *given: Any) -> dict[Replica, Any]:
+        """What each of these answers, but for those that are not up, end meanwhile or take longer than CALL_S."""
         asked: dict[Future[Any], Replica] = {}
         with self._lock:
             for replica in self._up.values():
-                number, call = next(self._numbers), Future[Any]()
-                asked[call] = replica
-                replica.calls[number] = call
-                replica.order(method, given(replica), number=number)
-        done, _ = wait(asked, patience_s)
-        return {asked[call]: call.result() for call in done if not call.cancelled()}
-
-    def _reports(self, fresh: bool = False) -> dict[Replica, ReplicaReport]:
-        """Of each replica that there ever was, up to PLACES_S old; older where one has ended, or does not answer in time: it
-        is not asked again at once, or everybody would wait for it. fresh: ask them all first, and wait longer."""
-        if fresh or time.monotonic() - self._told_at > PLACES_S:
-            self._told_at = time.monotonic()  # whoever looks meanwhile is told what was so a moment ago
-            self._told |= self._each("report", lambda one: tuple(one.homes), CALL_S if fresh else GLANCE_S)
-            self._told_at = time.monotonic()
-        return self._told
+                if replica in replicas:
+                    number, call = next(self._numbers), Future[Any]()
+                    asked[call] = replica
+                    replica.calls[number] = call
+                    replica.order(method, *given, number=number)
+        done, _ = wait(asked, CALL_S)
+        return {asked[call]: call.result() for call in done if call.exception() is None}
 
     # -- one turn -----------------------------------------------------------------------------------------------------
 
@@ -410,6 +389,8 @@ class ReplicaSystem:
                 replica.in_flight -= 1
                 if turn.stands:
                     self._stands(ticket.request, turn, replica)
+            if ticket.listener is self._outbox:
+                self._said.note(ticket.request, turn)
         ticket.listener.happened(event)
 
     # -- where conversations are --------------------------------------------------------------------------------------
@@ -439,24 +420,6 @@ class ReplicaSystem:
         self._counted["moved_turns"] += before is not replica
         self._home[request.session] = replica
         replica.homes[request.session] = len(request.prompt) + len(turn.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _ToOutbox:
-    """The listener of a request that was submitted."""
-
-    outbox: Outbox
-    said: Transcripts
-    request: Request
-    streams = False
-
-    def happened(self, event: Event) -> None:
-        if event.turn is not None:
-            self.said.note(self.request, event.turn)
-        self.outbox.put([event])
-
-    def failed(self, error: WorkerError) -> None:
-        """Poll raises it."""
 
 
 def build_replicas(

@@ -31,7 +31,7 @@ from pensieve.lab.compose.model_files import ModelConfig, model_identity
 from pensieve.lab.compose.settings import check_node, resolved
 from pensieve.lab.trial.terminal import say
 from pensieve.serve.server.api import Server, Turn, server_of
-from pensieve.serve.server.conversations import LONGEST_NAME, Stored, session_name
+from pensieve.serve.server.conversations import LONGEST_NAME, Conversation, Stored, session_name
 from pensieve.serve.server.gate import KEYS, OPERATOR, SESSION_HEADER, Gate, StrictRoute, digest, refused, tenants_of
 from pensieve.serve.server.observers import Meters, Recording
 from pensieve.serve.server.replies import (
@@ -166,7 +166,7 @@ class App:
         if name not in (None, self.model):
             raise HTTPException(404, f"There is no model {name!r} here; this server has {self.model!r}.")
 
-    def stored(self, tenant: str, response_id: str) -> Stored:
+    def stored(self, tenant: str, response_id: str) -> tuple[Conversation, Stored]:
         stored = self.warm.conversations.response(tenant, response_id)
         if stored is None:
             raise HTTPException(404, f"There is no response {response_id!r}.")
@@ -237,7 +237,7 @@ def create_app(state: App) -> FastAPI:
 
     @app.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> Response:
-        return JSONResponse(state.stored(_tenant(request), response_id).body)
+        return JSONResponse(state.stored(_tenant(request), response_id)[1].body)
 
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:

@@ -54,10 +54,20 @@ class Said:
     messages: list[Message] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response that its client may go on from. body: as it was sent. messages: how many of its conversation's there were,
+    with its reply. instructed: the first one is the instructions of this response alone."""
+
+    body: dict[str, Any]
+    messages: int
+    instructed: bool
+
+
 @dataclass(slots=True, eq=False)
 class Conversation:
     """What was said, its turns, and what is asked of it now. named: by its client, who expects to find it again; others are
-    found by what was said. claims: stored responses that somebody may want to go on from, so what stands is not replaced.
+    found by what was said. stored: responses by id, which somebody may want to go on from, so what stands is not replaced.
     One turn runs at a time; others wait.
     """
 
@@ -69,7 +79,7 @@ class Conversation:
     tokens: TokenArray[int] = field(default_factory=lambda: array("i"))
     keep_alive_s: float | None = None
     marks: list[Mark] = field(default_factory=list)
-    claims: int = 0
+    stored: dict[str, Stored] = field(default_factory=dict)
     computed: int = 0
     """Leading tokens that were computed; of a reply not the last token, nor what was encoded again at a stop string."""
     messages: list[Message] | None = None
@@ -105,18 +115,7 @@ class Conversation:
     @property
     def claimed(self) -> int:
         """Tokens that have to stay as they are."""
-        return self.marks[-1].length if self.claims and self.marks else 0
-
-
-@dataclass(slots=True)
-class Stored:
-    """A response that its client may go on from. body: as it was sent. messages: up to its reply. instructed: the first one
-    is the instructions of this response alone."""
-
-    body: dict[str, Any]
-    conversation: Conversation
-    messages: list[Message]
-    instructed: bool
+        return self.marks[-1].length if self.stored and self.marks else 0
 
 
 def session_name(name: object) -> str:
@@ -180,12 +179,12 @@ def prompt_details(turn: TurnRecord) -> dict[str, int]:
 @dataclass(slots=True)
 class _Tenant:
     """What one tenant has. all: by id. ordered: the same by their tokens. by_key: whose turn ended with the messages of that
-    name, and the mark of its end. responses: by id, the oldest first."""
+    name, and the mark of its end. responses: whose they are, by id, the oldest first."""
 
     all: dict[str, Conversation] = field(default_factory=dict)
     ordered: list[Conversation] = field(default_factory=list)
     by_key: dict[str, tuple[Conversation, Mark]] = field(default_factory=dict)
-    responses: dict[str, Stored] = field(default_factory=dict)
+    responses: dict[str, Conversation] = field(default_factory=dict)
 
     def add(self, conversation: Conversation) -> None:
         assert conversation.id not in self.all
@@ -395,8 +394,7 @@ class Conversations:
                 tenant.by_key[mark.key] = conversation, mark
             conversation.used_at = time.time()
             conversation.restored, conversation.begun = False, True
-        if self.keeper is not None:
-            self.keeper.settled(conversation)
+            self._write(conversation)
 
     def restore(self, conversation: Conversation) -> None:
         """Add a conversation as it was before the server was started again. Where two begin alike, the first one restored
@@ -404,6 +402,7 @@ class Conversations:
         with self.lock:
             tenant = self._tenants[conversation.tenant]
             tenant.add(conversation)
+            tenant.responses |= dict.fromkeys(conversation.stored, conversation)
             for mark in conversation.marks:
                 if mark.key is not None:
                     tenant.by_key.setdefault(mark.key, (conversation, mark))
@@ -412,39 +411,38 @@ class Conversations:
 
     # -- responses ----------------------------------------------------------------------------------------------------
 
-    def store(self, response_id: str, stored: Stored) -> None:
+    def store(self, conversation: Conversation, response_id: str, stored: Stored) -> None:
         """What its conversation holds is not replaced from now on. Their KV stays in the cache as any other."""
-        tenant = stored.conversation.tenant
         with self.lock:
-            mine = self._tenants[tenant].responses
+            mine = self._tenants[conversation.tenant].responses
             oldest = next(iter(mine)) if len(mine) >= self.most else None
-            mine[response_id] = stored
-            stored.conversation.claims += 1
-        if self.keeper is not None:
-            self.keeper.stored(response_id, stored)
+            mine[response_id] = conversation
+            conversation.stored[response_id] = stored
+            self._write(conversation)
         if oldest is not None:
-            self.unstore(tenant, oldest)
+            self.unstore(conversation.tenant, oldest)
 
-    def response(self, tenant: str, response_id: str) -> Stored | None:
+    def response(self, tenant: str, response_id: str) -> tuple[Conversation, Stored] | None:
+        """With the conversation that it is of."""
         with self.lock:
-            return self._tenants[tenant].responses.get(response_id)
+            owner = self._tenants[tenant].responses.get(response_id)
+            return None if owner is None else (owner, owner.stored[response_id])
 
     def unstore(self, tenant: str, response_id: str) -> bool:
         """Delete a stored response. Its conversation goes with the last response that claims it, unless it has a name."""
         with self.lock:
-            stored = self._tenants[tenant].responses.pop(response_id, None)
-            if stored is None:
+            owner = self._tenants[tenant].responses.pop(response_id, None)
+            if owner is None:
                 return False
-            stored.conversation.claims -= 1
-            self.give_up(stored.conversation)
-        if self.keeper is not None:
-            self.keeper.unstored(response_id)
+            del owner.stored[response_id]
+            self.give_up(owner)
+            self._write(owner)
         return True
 
     def give_up(self, conversation: Conversation) -> None:
         """Remove a conversation that no stored response claims, unless it has a name or is busy."""
         with self.lock:
-            if not conversation.claims and conversation.idle and not conversation.named:
+            if not conversation.stored and conversation.idle and not conversation.named:
                 self.remove(conversation)
 
     # -- end ----------------------------------------------------------------------------------------------------------
@@ -476,10 +474,15 @@ class Conversations:
                 if conversation.idle:
                     self.remove(conversation)
 
+    def _write(self, conversation: Conversation) -> None:
+        """In the order of what happens: under the lock."""
+        if self.keeper is not None and self.find(conversation.tenant, conversation.id) is conversation:
+            self.keeper.settled(conversation)
+
     def _make_room(self, tenant: str) -> None:
         mine = self._tenants[tenant].all
         if len(mine) >= self.most:
-            spare = [one for one in mine.values() if one.idle and not one.named and not one.claims]
+            spare = [one for one in mine.values() if one.idle and not one.named and not one.stored]
             if not spare:
                 raise TooManySessions(
                     f"There are {len(mine)} sessions, which is all there may be; delete some (DELETE /v1/sessions/ID), or "

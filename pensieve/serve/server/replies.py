@@ -252,11 +252,14 @@ class ResponseReply(Reply):
         self._created = int(time.time())
         self._numbers = itertools.count()
 
-    def begin(self, tenant: str, previous: Stored | None) -> None:
+    def begin(self, tenant: str, previous: tuple[Conversation, Stored] | None) -> None:
         """Begin its turn. Its instructions are those of this response: earlier ones are not carried over."""
         instructions = self._body.instructions
         system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-        said = [] if previous is None else previous.messages[int(previous.instructed) :]
+        said: list[Message] = []
+        if previous is not None:
+            owner, stored = previous
+            said = (owner.messages or [])[int(stored.instructed) : stored.messages]
         messages = [*system, *said, *self._body.messages]
         self.turn.server.conversations.chat(self.turn, tenant, None, messages)
 
@@ -267,7 +270,7 @@ class ResponseReply(Reply):
         conversations = turn.server.conversations
         if self._body.store is not False and turn.messages is not None:
             instructed = self._body.instructions is not None
-            conversations.store(self.id, Stored(final, turn.conversation, turn.messages, instructed))
+            conversations.store(turn.conversation, self.id, Stored(final, len(turn.messages), instructed))
         else:
             conversations.give_up(turn.conversation)
         return final

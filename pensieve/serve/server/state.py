@@ -19,16 +19,11 @@ from pensieve.serve.server.conversations import Conversation, Conversations, Mar
 
 log = logging.getLogger(__name__)
 
-_VERSION = 6
-_TABLES = """
+_VERSION = 7
+_TABLE = """
 CREATE TABLE conversation(
     model TEXT NOT NULL, tenant TEXT NOT NULL, id TEXT NOT NULL, tokens BLOB NOT NULL, told TEXT NOT NULL,
     PRIMARY KEY(model, tenant, id));
-CREATE TABLE response(
-    model TEXT NOT NULL, tenant TEXT NOT NULL, conversation TEXT NOT NULL, id TEXT PRIMARY KEY, messages INTEGER NOT NULL,
-    instructed INTEGER NOT NULL, body TEXT NOT NULL,
-    FOREIGN KEY(model, tenant, conversation) REFERENCES conversation ON DELETE CASCADE);
-CREATE INDEX response_of ON response(model, tenant, conversation);
 """
 _TOLD = ("named", "created_at", "used_at", "keep_alive_s", "parent", "asked", "messages")
 
@@ -67,11 +62,10 @@ class StateFile:
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")  # a killed process loses nothing; a machine without power the last turns
         run("PRAGMA wal_autocheckpoint = 0")
-        run("PRAGMA foreign_keys = ON")
         run("PRAGMA secure_delete = ON")  # what was deleted is overwritten
         version = run("PRAGMA user_version").fetchone()[0]
         if version == 0 and not run("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            self._database.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
+            self._database.executescript(f"BEGIN; {_TABLE} PRAGMA user_version = {_VERSION}; COMMIT;")
         elif version != _VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, and this server reads {_VERSION}")
         run("BEGIN EXCLUSIVE")  # takes the lock now, not at the first turn
@@ -80,35 +74,26 @@ class StateFile:
     def restore(self, conversations: Conversations) -> int:
         """Restore all that this model's conversations held, and keep their changes from now on. Returns their number. What
         cannot be read costs a line in the log and is left out."""
-        restored, run = 0, self._database.execute
-        own = "WHERE model = ? ORDER BY rowid"
+        restored, columns = 0, "tenant, id, tokens, told"
         try:
-            for tenant, name, tokens, text in run(
-                f"SELECT tenant, id, tokens, told FROM conversation {own}", (self._model,)
+            for tenant, name, tokens, text in self._database.execute(
+                f"SELECT {columns} FROM conversation WHERE model = ? ORDER BY rowid", (self._model,)
             ):
                 told = json.loads(text)
-                marks = [Mark(**mark) for mark in told.pop("marks")]
-                conversations.restore(
-                    Conversation(tokens=array("i", tokens), tenant=tenant, id=name, marks=marks, **told)
-                )
+                told["marks"] = [Mark(**mark) for mark in told["marks"]]
+                told["stored"] = {key: Stored(**one) for key, one in told["stored"].items()}
+                conversations.restore(Conversation(tokens=array("i", tokens), tenant=tenant, id=name, **told))
                 restored += 1
-            columns = "tenant, conversation, id, messages, instructed, body"
-            for tenant, name, response_id, count, instructed, body in run(
-                f"SELECT {columns} FROM response {own}", (self._model,)
-            ):
-                owner = conversations.find(tenant, name)
-                if owner is not None and owner.messages is not None:
-                    stored = Stored(json.loads(body), owner, owner.messages[:count], bool(instructed))
-                    conversations.store(response_id, stored)
         except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
             log.error("%s is damaged (%s): what could not be read is left out.", self.path, error)
         conversations.keeper = self
         return restored
 
     def settled(self, conversation: Conversation) -> None:
-        """Write a conversation of which a turn stands."""
+        """Write a conversation of which a turn stands, with the responses that it has now."""
         told: dict[str, Any] = {name: getattr(conversation, name) for name in _TOLD}
         told["marks"] = [asdict(mark) for mark in conversation.marks]
+        told["stored"] = {key: asdict(one) for key, one in list(conversation.stored.items())}
         self._write(
             "INSERT INTO conversation VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET tokens = excluded.tokens, "
             "told = excluded.told",
@@ -118,14 +103,6 @@ class StateFile:
     def removed(self, conversation: Conversation) -> None:
         key = (self._model, conversation.tenant, conversation.id)
         self._write("DELETE FROM conversation WHERE model = ? AND tenant = ? AND id = ?", *key)
-
-    def stored(self, response_id: str, stored: Stored) -> None:
-        owner = (self._model, stored.conversation.tenant, stored.conversation.id)
-        said = (response_id, len(stored.messages), int(stored.instructed), json.dumps(stored.body))
-        self._write("INSERT INTO response VALUES (?, ?, ?, ?, ?, ?, ?)", *owner, *said)
-
-    def unstored(self, response_id: str) -> None:
-        self._write("DELETE FROM response WHERE id = ?", response_id)
 
     def tidy(self) -> None:
         """Fold the write-ahead log, which may hold deleted text, into the file; in a thread that nobody waits for, though a

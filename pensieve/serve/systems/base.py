@@ -151,7 +151,10 @@ class AnsweringSystem(System, Protocol):
 
 
 class Outbox:
-    """Any thread may put; one at a time polls. ended: why nothing more will come, None while something may."""
+    """Any thread may put; one at a time polls. As a Listener it keeps what it hears for whoever polls. ended: why nothing
+    more will come, None while something may."""
+
+    streams = False
 
     def __init__(self, clock: Clock, ended: Callable[[], WorkerError | None]) -> None:
         self._clock, self._ended = clock, ended
@@ -168,6 +171,12 @@ class Outbox:
         self._events.extend(events)
         if not events or any(event.kind == "finished" for event in events):
             self._wakes.put(None)
+
+    def happened(self, event: Event) -> None:
+        self.put([event])
+
+    def failed(self, error: WorkerError) -> None:
+        """Poll raises it."""
 
     def poll(self, until_s: float | None) -> list[Event]:
         """What happened, until a request ended or `until_s` has come; as System.poll. Raises WorkerError once there is

@@ -49,17 +49,14 @@ class ThreadedSystem(EngineSystem):
 
     def submit(self, request: Request) -> None:
         self._outbox.expect(request.id)
-        self._submit(request)
+        self.begin(request, self._outbox)
 
     def begin(self, request: Request, listener: Listener) -> None:
         assert self._thread is not None, "start() comes first"
         self._listeners[request.id] = listener
-        self._submit(request)
+        self._send(lambda: self.engine.submit(request), lambda error: self.engine.failed(request, error))
         if self._ended.done():  # after it told the other listeners, or before: nobody else will tell this one
             self._listeners.fail(self._closed_or_crashed())
-
-    def _submit(self, request: Request) -> None:
-        self._send(lambda: self.engine.submit(request), lambda error: self.engine.failed(request, error))
 
     def _send(self, run: Callable[[], None], failed: Callable[[Exception], None] | None = None) -> None:
         self._inbox.put((run, failed))
@@ -161,14 +158,11 @@ class ThreadedSystem(EngineSystem):
                         failed(error)
                 idle = False
             events = engine.step(None)
-            if self._listeners:
-                awaited = self._streams_begin(events)
-                events = self._listeners.tell(events)
-                if awaited:
-                    time.sleep(_HANDOVER_S)
+            awaited = self._streams_begin(events)
+            self._listeners.tell(events)
+            if awaited:
+                time.sleep(_HANDOVER_S)
             assert engine.progressed or not engine.busy, "requests wait, and nothing runs that could let them in"
-            if events:
-                self._outbox.put(events)
 
     def _streams_begin(self, events: list[Event]) -> bool:
         """Whether somebody is to pass on a first token among these."""
