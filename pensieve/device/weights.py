@@ -1,5 +1,6 @@
 """From a model's spec to transformers' module: its weights drawn at random, or read from the hub, a folder or a GGUF file."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,7 +21,7 @@ from pensieve.units import format_bytes
 # Run through the plug without an error, or seem to, and are wrong: attention with sinks, chunked attention, latent KV.
 _REFUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "deepseek_v2", "deepseek_v3"}
 # Their angles depend on the longest context in the batch, so a token's K would depend on its company.
-_REFUSED_ROPES = {"dynamic", "longrope"}
+_REFUSED_ROPES = ("dynamic", "longrope")
 # Spread of random weights times sqrt(hidden). At transformers' 0.02 the blocks hardly move the residual stream, and greedy
 # decoding of a small random model repeats one token; at 1.5 it writes varied (meaningless) text.
 _RANDOM_GAIN = 1.5
@@ -63,23 +64,13 @@ def _check_config(name: str, config: Any) -> None:
             f"Model {name} ({config.model_type}) attends in a way the paged attention does not have; choose a model of "
             "another architecture."
         )
-    for rope in sorted(_rope_types(config) & _REFUSED_ROPES):
-        raise UnsupportedModel(
-            f"Model {name} uses {rope} rotary scaling. Its angles depend on the longest context of a batch, so its KV "
-            "cannot be kept. Choose a model without it, or set its rope scaling to linear, yarn or llama3."
-        )
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Rope types named anywhere in the configuration; some models have one for each kind of layer."""
-    found: set[str] = set()
-    pending: list[Any] = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Mapping):
-            found |= {str(item[key]) for key in ("rope_type", "type") if item.get(key)}
-            pending.extend(item.values())
-    return found
+    ropes = json.dumps([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")], default=str)
+    for rope in _REFUSED_ROPES:  # some models have one for each kind of layer
+        if f'type": "{rope}"' in ropes:
+            raise UnsupportedModel(
+                f"Model {name} uses {rope} rotary scaling. Its angles depend on the longest context of a batch, so its KV "
+                "cannot be kept. Choose a model without it, or set its rope scaling to linear, yarn or llama3."
+            )
 
 
 def _random(

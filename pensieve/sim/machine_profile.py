@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pensieve.core.plan import NO_DECODES, Decodes
 from pensieve.errors import ConfigError
@@ -101,7 +101,7 @@ class MachineProfile(BaseModel):
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_name(f"{path.name}.{os.getpid()}")  # nobody reads half a file
-        whole.write_bytes(_ADAPTER.dump_json(self, indent=1))
+        whole.write_text(self.model_dump_json(indent=1), encoding="utf-8")
         whole.replace(path)
 
     def refuse_other(self, model: ModelSpec, chunk_tokens: int) -> None:
@@ -114,9 +114,6 @@ class MachineProfile(BaseModel):
                     f"hardware.profile was measured with {name} {measured.get(name)}, and this trial has {value}; measure "
                     f"one for it: {COMMAND} model={model.name}."
                 )
-
-
-_ADAPTER = TypeAdapter(MachineProfile)
 
 
 def read_profile(path: str) -> MachineProfile:
@@ -136,7 +133,7 @@ def read_profile(path: str) -> MachineProfile:
 
 @lru_cache(maxsize=4)
 def _parsed(content: bytes) -> MachineProfile:
-    return _ADAPTER.validate_json(content)
+    return MachineProfile.model_validate_json(content)
 
 
 class ProfiledCost:

@@ -5,6 +5,8 @@ Copy engines leave all multiprocessors to the compute. Where blocks are scattere
 hand the copies over: 8,192 of them take 25 ms one by one, and 0.5 ms as one call of the driver a layer.
 """
 
+from __future__ import annotations
+
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.transfers.transfer import BlockRun, Copier, Haul, Mark, gpu_of
+from pensieve.device.transfers.transfer import BlockRun, Haul, Mark, gpu_of
 from pensieve.errors import EngineMissing
 
 
@@ -24,7 +26,7 @@ class CudaLink:
     """Two streams, whose copies copy engines perform beside the compute. copier: by default a call a run, which every driver
     has; choose_copier tells what serves here."""
 
-    def __init__(self, device: torch.device, copier: Copier | None = None) -> None:
+    def __init__(self, device: torch.device, copier: CallCopier | BatchCopier | None = None) -> None:
         self._device, self._copier = device, copier or CallCopier()
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._waits: list[tuple[Any, Any]] = []  # events on the compute stream before and after each wait
@@ -97,6 +99,8 @@ class CallCopier:
     name = "a call a run"
 
     def prepare(self, haul: Haul) -> Callable[[int], None]:
+        """A function that copies one layer on the stream that is current now; call it for the layers in order. Both calls
+        return at once. Raises RuntimeError where the device refuses."""
         source, target = haul.source.flatten(2), haul.target.flatten(2)
         sources = list(zip(*(source.narrow(1, run.src, run.blocks).unbind(0) for run in haul.runs), strict=True))
         targets = list(zip(*(target.narrow(1, run.dst, run.blocks).unbind(0) for run in haul.runs), strict=True))
@@ -108,7 +112,7 @@ class CallCopier:
 
 
 class BatchCopier:
-    """One driver call a layer.
+    """One driver call a layer: `prepare` and what it returns as of CallCopier.
 
     call: stands in for the driver's, in tests. Raises EngineMissing where the driver has no batched copy.
     """
@@ -159,7 +163,7 @@ def _addresses(pool: torch.Tensor, blocks: NDArray[np.uint64]) -> NDArray[np.uin
     return np.uint64(pool.data_ptr()) + layers[:, None] + (blocks * block_bytes)[None, :]
 
 
-def choose_copier(tensors: KvTensors) -> tuple[Copier, str]:
+def choose_copier(tensors: KvTensors) -> tuple[CallCopier | BatchCopier, str]:
     """The driver's batched copy where it is there and brings every byte both ways, else a call a run; the choice in words.
 
     Only on a GPU, and before the pools hold anything: blocks are written to, and zeroed again.
@@ -173,7 +177,7 @@ def choose_copier(tensors: KvTensors) -> tuple[Copier, str]:
     return copier, copier.name
 
 
-def _check(copier: Copier, source: torch.Tensor, target: torch.Tensor) -> None:
+def _check(copier: BatchCopier, source: torch.Tensor, target: torch.Tensor) -> None:
     """Raises RuntimeError where the bytes of the first block do not arrive in the last one. Leaves zeros."""
     device, last = gpu_of(source, target), target.shape[1] - 1
     noise = torch.randint(0, 256, (source[0, 0].nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))

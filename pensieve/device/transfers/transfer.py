@@ -1,7 +1,7 @@
 """Performs the copies of plans: whole blocks between the tiers, layer by layer; and the protocols of what moves them."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter_ns, sleep
@@ -59,18 +59,6 @@ class Haul:
 def gpu_of(*pools: torch.Tensor) -> torch.device | None:
     """The device of the pool that is on a GPU; None where all are RAM."""
     return next((pool.device for pool in pools if pool.is_cuda), None)
-
-
-class Copier(Protocol):
-    """A way to copy a haul over the link of a GPU."""
-
-    @property
-    def name(self) -> str: ...
-
-    def prepare(self, haul: Haul) -> Callable[[int], None]:
-        """A function that copies one layer on the stream that is current now; call it for the layers in order. Both calls
-        return at once. Raises RuntimeError where the device refuses."""
-        ...
 
 
 class Mark(Protocol):
