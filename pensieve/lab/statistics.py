@@ -1,4 +1,4 @@
-"""Percentiles, means, rates and lines with their intervals, and paired ratios.
+"""Percentiles, means and rates with their intervals, and paired ratios.
 
 Turns of one conversation are not independent (they share a history, and a slow turn delays the next), so an interval counts
 groups: seeds, where there are several, else the conversations of the one seed. It is due from FEWEST_GROUPS groups on. That
@@ -12,7 +12,6 @@ The method follows from the values that a quantity can take (Support); no end is
 - Shares: Jeffreys' interval of as many independent trials as the groups are worth (Korn and Graubard 1998).
 - Percentiles: the order statistics at the ends of Clopper's and Pearson's interval of that share (Woodruff 1952). Beyond one
   there must be groups: 40 for p90, 400 for p99, 8 for the median.
-- Lines: Student's t on the jackknife, which leaves one group out at a time.
 
 tests/test_statistics.py measures how often they hold the truth; docs/numbers.md has what was found.
 """
@@ -94,7 +93,7 @@ def enough_for(p: float) -> int:
 
 
 def has_interval(groups: int) -> bool:
-    """Whether a mean, rate, ratio or line of so many independent groups gets one; a percentile may need more."""
+    """Whether a mean, rate or ratio of so many independent groups gets one; a percentile may need more."""
     return groups >= FEWEST_GROUPS
 
 

@@ -21,7 +21,7 @@ def mapped(store, found=FOUND, slo=500.0, **more):
     overrides = {"cache.gpu": f"choice({','.join(GPU)})", SETTINGS: question.model_dump_json()}
     sweep = store.open_sweep("key", "size", None, "python runners/size.py", overrides, 0, "host", None)
     for place, share in found.items():
-        number = question.job(place, 0)
+        number = question.jobs.index((place, 0))
         engine = {"budget_gpu_tokens": 1000 * (place[0] + 1), "budget_cpu_tokens": 1000 * place[1]}
         config = {"cache": dict(zip(("gpu", "cpu"), question.sizes(place), strict=True))}
         fields = trial_fields(fingerprint=f"print {number}", engine=engine, kv_bytes_per_token=2**20, config=config)

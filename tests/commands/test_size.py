@@ -126,8 +126,8 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     for (gpu, cpu), row in rows.items():
         each = found.trial((0, 0)).kv_bytes_per_token / 2**30
         assert row["cost_an_hour"] == pytest.approx(each * (int(gpu.split()[0]) + 0.1 * int(cpu.split()[0])))
-    assert found.pick(found.knee) == min(
-        found.knee, key=lambda p: rows[found.question.gpu[p[0]], found.question.cpu[p[1]]]["cost_an_hour"]
+    assert found.pick(knee := found.smallest(found.reaches)) == min(
+        knee, key=lambda p: rows[found.question.gpu[p[0]], found.question.cpu[p[1]]]["cost_an_hour"]
     )
 
 
@@ -218,7 +218,7 @@ def test_the_smallest_sizes_are_those_with_less_of_one_tier_and_no_more_of_the_o
     # (1, 1) finds 0.68 of 0.70 over both seeds, which is below 99 %; (1, 2) is compared by the one seed it has: 0.70 of 0.68.
     assert known.share((1, 1)) == pytest.approx(0.68 / 0.70)
     assert known.share((1, 2)) == pytest.approx(0.70 / 0.68)
-    assert (known.knee, known.meeting) == ([(1, 2), (2, 1)], [(1, 1)])
+    assert (known.smallest(known.reaches), known.smallest(known.meets)) == ([(1, 2), (2, 1)], [(1, 1)])
     # Just below the smallest ones: (0, 2) and (2, 0) too, which have not run.
     assert known.deciding == {(2, 2), (1, 2), (0, 2), (2, 1), (2, 0), (1, 1), (0, 1), (1, 0)}
 
@@ -263,6 +263,6 @@ def test_the_cells_just_below_the_smallest_run_with_every_seed():
     while tasks := plan._wanted(known()):
         for place, seed in tasks:
             ran.setdefault(place, {})[seed] = (most[seed][place[0]] if place[1] >= 5 else 0.4, 500.0)
-    assert known().knee == [(0, 5)], "what all seeds say of every size: 1.56 of 1.6"
+    assert (found := known()).smallest(found.reaches) == [(0, 5)], "what all seeds say of every size: 1.56 of 1.6"
     assert all(ran[place].keys() == {0, 1} for place in ((1, 5), (0, 5), (0, 4), (1, 11)))
     assert sum(map(len, ran.values())) < 2 * len(ran), "not every cell runs with every seed"

@@ -326,7 +326,7 @@ class _Planner:
 
     def _job(self, task: Task) -> Job:
         place, seed = task
-        number = self.question.job(place, seed)
+        number = self.question.jobs.index(task)
         sizes = zip(self.question.axes.items(), place, strict=True)
         title = ", ".join([*(f"{axis}={at[index]}" for (axis, at), index in sizes), f"seed={seed}"])
         folder = self.folder if self.tracking.kept else self.tracking.outputs
@@ -334,7 +334,7 @@ class _Planner:
         return Job(title, folder / str(number), config, self.sweep_id, number, shown=False)
 
     def _note(self, job: Job, outcome: Outcome, head: str) -> None:
-        task = self.question.where(job.number)
+        task = self.question.jobs[job.number]
         self.done.add(task)
         if not outcome.completed:
             self.failures[task] = str(outcome.error)

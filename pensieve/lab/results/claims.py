@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -70,14 +70,11 @@ class Sides:
             raise MissingSeries(f"{self.over} is not set to a number")
         return found
 
-    def values(
-        self, trials: Sequence[Trial], column: str, label: str | None = None, phase: str | None = None
-    ) -> pd.Series[float]:
-        """A column of the trials' turns, of those with this label and phase; indexed by frame.KEY."""
+    def values(self, trials: Sequence[Trial], column: str, **where: str | None) -> pd.Series[float]:
+        """A column of the trials' turns, of those with this label or phase; indexed by frame.KEY."""
         turns = self.evidence.turns(trials)
-        for name, wanted in (("label", label), ("phase", phase)):
-            if wanted is not None:
-                turns = turns[turns[name] == wanted]
+        for name, wanted in where.items():
+            turns = turns if wanted is None else turns[turns[name] == wanted]
         return values_of(turns, column)
 
 
@@ -97,7 +94,8 @@ def speedup(
     turn: its number in the conversation, or "first" or "last" of those that both have; None: the mean of all of them.
     label, phase: of the turns that count; None: any.
     """
-    pairs = paired(*(sides.values(trials, column, label, phase) for trials in (sides.theirs, sides.ours)))
+    sought = {"label": label, "phase": phase}
+    pairs = paired(*(sides.values(trials, column, **sought) for trials in (sides.theirs, sides.ours)))
     if isinstance(turn, str):
         pairs = conversation_ends(pairs, last=turn == "last")
     elif turn is not None:
@@ -108,7 +106,7 @@ def speedup(
 
 def label_ratio(sides: Sides, label: str, to: str, column: str) -> Measured:
     """Within ours: turns with this label over turns labelled `to`, paired by conversation."""
-    a, b = (conversation_means(sides.values(sides.ours, column, one)) for one in (label, to))
+    a, b = (conversation_means(sides.values(sides.ours, column, label=one)) for one in (label, to))
     lacks = f"no conversation has {column} of turns labelled {label} and {to}"
     return _measured(positive_ratio(a, b), "conversations", lacks)
 
@@ -265,8 +263,8 @@ def read_claims(path: Path) -> Sequence[Claim]:
         first = error.errors()[0]
         where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"Claim {where or 'list'} (from 0 on) of {path.name} cannot be used: {what}.") from None
-    names = Counter(one.name for one in claims)
-    if twice := next((name for name, count in names.items() if count > 1), None):
+    names = [one.name for one in claims]
+    if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{path.name} has two claims called {twice}; name one of them otherwise.")
     return claims
 
@@ -302,7 +300,7 @@ def _text(value: float) -> str:
 # Verdicts
 
 Verdict = Literal["holds", "fails", "inconclusive", "not comparable"]
-VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "inconclusive", "not comparable")
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from statistics import fmean
 
 from rich.console import Group, RenderableType
 from rich.text import Text
-from sqlalchemy import select
 
 from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
 from pensieve.lab.metrics import Slo, metric_of
 from pensieve.lab.results.frame import (
     UNEQUAL_RATE,
+    Frame,
     conversation_means,
     differences,
     field_of,
@@ -24,7 +24,7 @@ from pensieve.lab.results.frame import (
     turn_frame,
     values_of,
 )
-from pensieve.lab.results.schema import Trial, current_trial
+from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore, slo_of
 from pensieve.lab.statistics import has_interval, paired_ratio
 from pensieve.units import NONE, grid
@@ -69,15 +69,13 @@ class ComparedTrials:
     def table(self, wanted: Callable[[str], bool]) -> RenderableType:
         """One table a group, of the metrics whose name is wanted; the notes below."""
         rows = [row for row in self.rows if wanted(row.metric)]
-        parts: list[RenderableType] = []
-        for group in dict.fromkeys(row.group for row in rows):
-            cells = [_cells(row) for row in rows if row.group == group]
-            parts.append(grid(cells, group, left=("verdict",)))
-        if not rows:
-            parts.append(Text("No metric of that name is in both."))
-        if any(row.of_pairs for row in rows):
-            parts.append(Text(PAIRED))
-        return Group(*parts, *(Text(note) for note in self.notes))
+        groups: dict[str, list[dict[str, str]]] = {}
+        for row in rows:
+            groups.setdefault(row.group, []).append(_cells(row))
+        said = [] if rows else ["No metric of that name is in both."]
+        said += [PAIRED] if any(row.of_pairs for row in rows) else []
+        tables = (grid(cells, group, left=("verdict",)) for group, cells in groups.items())
+        return Group(*tables, *map(Text, [*said, *self.notes]))
 
 
 def objective_of(store: ResultsStore, *words: str) -> Slo | None:
@@ -89,14 +87,12 @@ def objective_of(store: ResultsStore, *words: str) -> Slo | None:
 
 def _named(words: str) -> tuple[str | None, dict[str, str]]:
     """The sweep that is named, and the conditions."""
-    conditions: dict[str, str] = {}
-    for word in filter(None, (part.strip() for part in words.split(","))):
-        key, given, value = word.partition("=")
-        conditions["sweep" if not given else key.strip()] = key if not given else value.strip()
+    each = (part if "=" in part else f"sweep={part}" for part in words.split(",") if part.strip())
+    conditions = {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in each)}
     return conditions.pop("sweep", None), conditions
 
 
-def select_trials(store: ResultsStore, words: str) -> list[Trial]:
+def select_trials(store: ResultsStore, words: str) -> Sequence[Trial]:
     """The completed trials that `words` name, in order of id.
 
     words: a sweep's id, "latest" (sweep), or conditions that all hold, such as
@@ -105,14 +101,7 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
     ResultsError where nothing is found.
     """
     sweep, conditions = _named(words)
-    if sweep is None:
-        with store.database.reading() as connection:
-            ids = connection.scalars(select(current_trial.c.id).order_by(current_trial.c.id)).all()
-        trials = list(map(store.trial, ids))
-    else:
-        jobs = store.trials_of_sweep(store.sweep_named(sweep).id)
-        found = {job.trial.id: job.trial for job in jobs if job.trial}
-        trials = [found[key] for key in sorted(found)]
+    trials = store.current_trials() if sweep is None else Frame(store, store.sweep_named(sweep)).trials
     for key, value in conditions.items():
         known = {text_of(field_of(trial, key)) for trial in trials}
         trials = [trial for trial in trials if text_of(field_of(trial, key)) in (value, _as_a_number(value))]
@@ -211,9 +200,8 @@ def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> s
         for field in {**ones, **others}
         if ones.get(field) != others.get(field) and field not in (*varying, "seed", "repeat")
     }
-    parts = [
-        f"{shown} ({changed[field][0]} in A, {changed[field][1]} in B)" for field, shown in _telling(changed).items()
-    ]
+    told = _telling(changed).items()
+    parts = [f"{shown} ({changed[field][0]} in A, {changed[field][1]} in B)" for field, shown in told]
     return f"They differ in {', '.join(parts)}." if parts else "Their configurations are the same."
 
 

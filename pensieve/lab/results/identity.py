@@ -159,13 +159,12 @@ def numbers_by_value(text: str) -> str:
 
 
 def _by_value(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, Mapping):
-        return {key: _by_value(inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_by_value(inner) for inner in value]
-    return value
+    """Plain values again, whole numbers as such."""
+
+    def number(text: str) -> float:
+        return int(found) if (found := float(text)).is_integer() else found
+
+    return json.loads(json.dumps(value, default=str), parse_float=number)
 
 
 def counts_for_sweep(override: str) -> bool:

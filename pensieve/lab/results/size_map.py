@@ -13,13 +13,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import MissingSeries, typed
@@ -112,24 +111,19 @@ class Question(BaseModel):
     trials. Empty: each cell is a trial."""
 
     @property
-    def kind(self) -> str:
-        """What a share found is of."""
-        return "the history" if self.of == "history" else "the prompts"
-
-    @property
     def axes(self) -> dict[str, tuple[str, ...]]:
         """What varies, by its field of the configuration."""
         return {"cache.gpu": self.gpu, "cache.cpu": self.cpu}
 
     @property
-    def shape(self) -> Place:
-        """Sizes along each axis of a place."""
-        return len(self.gpu), len(self.cpu)
+    def places(self) -> list[Place]:
+        """Of all cells."""
+        return list(product(range(len(self.gpu)), range(len(self.cpu))))
 
     @property
-    def places(self) -> Iterator[Place]:
-        """Of all cells."""
-        return product(range(len(self.gpu)), range(len(self.cpu)))
+    def jobs(self) -> list[tuple[Place, int]]:
+        """The cell and the seed of each job of the sweep."""
+        return list(product(self.places, self.seeds))
 
     @property
     def corner(self) -> Place:
@@ -141,15 +135,6 @@ class Question(BaseModel):
         gpu, cpu = place
         return self.gpu[gpu], self.cpu[cpu]
 
-    def job(self, place: Place, seed: int) -> int:
-        """The number of the trial of a cell and a seed among the jobs of the sweep."""
-        return int(np.ravel_multi_index((*place, self.seeds.index(seed)), (*self.shape, len(self.seeds))))
-
-    def where(self, job: int) -> tuple[Place, int]:
-        """The cell and the seed of a job."""
-        gpu, cpu, seed = map(int, np.unravel_index(job, (*self.shape, len(self.seeds))))
-        return (gpu, cpu), self.seeds[seed]
-
 
 @dataclass(frozen=True)
 class SizeMap:
@@ -158,7 +143,6 @@ class SizeMap:
     question: Question
     frame: Frame
     cells: Mapping[Place, Cell]
-    failed: Mapping[Place, str] = field(default_factory=dict)
 
     # -- of one cell --------------------------------------------------------------------------------------------------
 
@@ -239,14 +223,6 @@ class SizeMap:
                 front.append((gpu, cpu))
         return front
 
-    @cached_property
-    def knee(self) -> list[Place]:
-        return self.smallest(self.reaches)
-
-    @cached_property
-    def meeting(self) -> list[Place]:
-        return self.smallest(self.meets)
-
     def pick(self, front: Sequence[Place]) -> Place | None:
         """Of the smallest cells the cheapest, where prices are given; else the one with least GPU memory, which is what is
         scarce."""
@@ -286,7 +262,9 @@ class SizeMap:
         if q.corner not in self.cells:
             raise MissingSeries(f"The map's largest sizes have no completed trial yet; run `{typed('size')}` again.")
         told: dict[str, Place | None] = {}
-        sure, enough, knee = map(self.pick, (self.smallest(self.surely_meets), self.meeting, self.knee))
+        sure, enough, knee = (
+            self.pick(self.smallest(suffices)) for suffices in (self.surely_meets, self.meets, self.reaches)
+        )
         if q.slo_ttft_ms is not None:
             best = min(self.cells, key=lambda place: (self.mean(place, self.objective) or math.inf, place))
             told["met" if sure else "met on the mean" if enough else "not met"] = sure or enough or best
@@ -311,7 +289,7 @@ class SizeMap:
             sure = "" if late.ci_high is None else f", 95 % interval up to {significant(late.ci_high)} ms"
             yield f"TTFT {q.percentile} {significant(late.value)} ms{sure}"
         own, most = (percent(self.mean(at, "found")) for at in (place, q.corner))
-        yield f"{own} % of {q.kind} found, {most} % with the largest sizes"
+        yield f"{own} % of the {'history' if q.of == 'history' else 'prompts'} found, {most} % with the largest sizes"
         if not has_interval(seeds):
             yield f"{seeds} seed{'s' * (seeds > 1)}, no recommendation below {FEWEST_GROUPS}"
         if (cost := self.an_hour(place)) is not None:
@@ -350,8 +328,7 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
         return SizeMap(q, frame, {place: Cell("", {}, ()) for place in q.places})
     every = [cell for panel in frame.panels(*q.axes) for cell in panel.cells]
     cells = {(q.gpu.index(cell.at["cache.gpu"]), q.cpu.index(cell.at["cache.cpu"])): cell for cell in every}
-    failed = {q.where(job.job)[0]: str(job.last.error) for job in frame.jobs if job.last.status == "failed"}
-    return SizeMap(q, frame, dict(sorted(cells.items())), failed)
+    return SizeMap(q, frame, dict(sorted(cells.items())))
 
 
 def spaced(size: str) -> str:

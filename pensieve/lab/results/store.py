@@ -381,6 +381,11 @@ class ResultsStore:
             raise ResultsError(f"There is no trial {trial_id} in {self.database.shown}.")
         return found
 
+    def current_trials(self) -> list[Trial]:
+        """Of every fingerprint the newest completed attempt, in order of id."""
+        with self._session() as session:
+            return list(session.scalars(_current().order_by(Trial.id)))
+
     def completed_trial(self, fingerprint: str) -> Trial | None:
         return self._one(_current().where(Trial.fingerprint == fingerprint))
 

@@ -155,21 +155,15 @@ def compare_tokens(path_a: Path, path_b: Path) -> TokenComparison:
     differing = 0
     for session, turn in shared:
         one, other = a[session, turn], b[session, turn]
-        position = _first_difference(one.token_ids, other.token_ids)
-        if position is not None:
+        if not np.array_equal(one.token_ids, other.token_ids):
             differing += 1
+            shorter = min(len(one.token_ids), len(other.token_ids))
+            unequal = np.flatnonzero(one.token_ids[:shorter] != other.token_ids[:shorter])
+            position = unequal[0] if len(unequal) else shorter
             told = np.append(one.margins[position : position + 1], other.margins[position : position + 1])
             margins.setdefault(session, float(np.fmin.reduce(told)))  # of one side alone where the other does not tell
     worst = float(np.max([0.0, *margins.values()]))
     return TokenComparison(len(shared), differing, None if math.isnan(worst) else worst)
-
-
-def _first_difference(a: NDArray[np.int32], b: NDArray[np.int32]) -> int | None:
-    shorter = min(len(a), len(b))
-    unequal = np.flatnonzero(a[:shorter] != b[:shorter])
-    if len(unequal):
-        return int(unequal[0])
-    return shorter if len(a) != len(b) else None
 
 
 def _table(turns: Sequence[TurnRecord]) -> Any:
