@@ -5,11 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from matplotlib.artist import Artist
 from matplotlib.axis import Tick, XTick
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.table import Table
 from matplotlib.text import Text
 
 from analysis import style
@@ -17,7 +15,7 @@ from analysis.sweep import Source, open_source
 from pensieve.lab.metrics import Measurement, MetricValue, summarise
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.turns import Turns
-from pensieve.serve.record import TurnRecord, is_measured
+from pensieve.serve.record import TurnRecord
 from tests.results.trials import trial_fields, turn
 
 TurnsOf = Callable[[Mapping[str, str], int], Sequence[TurnRecord]]
@@ -50,8 +48,8 @@ class Drawn:
 
     @property
     def texts(self) -> list[str]:
-        """Everything written on it; wrapped lines joined."""
-        return [" ".join(text.get_text().split()) for text in written(self.figure)]
+        """Wrapped lines joined."""
+        return [" ".join(text.get_text().split()) for text in self.figure.findobj(Text)]
 
     @property
     def clipped(self) -> list[str]:
@@ -60,18 +58,12 @@ class Drawn:
         self.figure.draw_without_rendering()
         page = self.figure.bbox.padded(1.0)
         found = []
-        for text in set(written(self.figure)) - _unseen(self.figure):
+        for text in set(self.figure.findobj(Text)) - _unseen(self.figure):
             box = text.get_window_extent()
             inside = page.contains(box.x0, box.y0) and page.contains(box.x1, box.y1)
             if text.get_visible() and text.get_text().strip() and not inside:
                 found.append(text.get_text())
         return found
-
-
-def written(artist: Artist) -> list[Text]:
-    """Every text on a figure or its axes, those of tables too."""
-    cells = [cell for table in artist.findobj(Table) for cell in table.get_celld().values()]
-    return [*artist.findobj(Text), *(cell.get_text() for cell in cells)]
 
 
 def flat(points: Sequence[tuple[float, float]]) -> list[float]:
@@ -128,14 +120,10 @@ def fill(
         store.link(sweep, trial, job, reused=False)
         store.add_turns(trial, turns)
         metrics = summarise(_measured(turns)) if summary else []
-        given = dict(metrics_of(at, seed))
-        good = given.pop("goodput_req_s", None)  # slo allows every turn: the window is as long as that makes it
+        given = metrics_of(at, seed)
         kept = [metric for metric in metrics if metric.name not in given]
         store.add_metrics(trial, [*kept, *(MetricValue(name, value) for name, value in given.items())])
-        met = sum(turn.status == "completed" and is_measured(turn.phase) for turn in turns)
-        end_s = _measured(turns).measure_end_s
-        window = {} if good is None else {"measure_start_s": end_s - met / good, "measure_end_s": end_s}
-        store.finish_trial(trial, "completed", **window)
+        store.finish_trial(trial, "completed")
     store.set_sweep(sweep, status="completed")
     return open_source(store, sweep)
 

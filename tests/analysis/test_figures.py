@@ -4,6 +4,7 @@ import re
 import pytest
 
 from analysis import figures, registry
+from analysis.sweep import open_source
 from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.results.store import open_store
@@ -19,6 +20,16 @@ def chat(store, command="run.py -m", baselines=("pensieve", "stateless")):
         ]
 
     return fill(store, {"baseline": list(baselines)}, turns, summary=True, command=command)
+
+
+def test_what_was_let_through_is_said_in_the_picture_and_beside_it(store, drawn, tmp_path):
+    for trial in chat(store).trials[::2]:
+        store.set_trial(trial.id, simulated=True)
+    [drawing] = registry.FIGURES["ttft_by_turn"].draw(open_source(store, allow_mixed=True), tmp_path)
+    warning = next(text for text in drawn["ttft_by_turn"].texts if text.startswith("MIXED: "))
+    told = json.loads(drawing.sidecar.read_text())
+    assert told["allow_mixed"] is True
+    assert warning.startswith(" ".join(["MIXED:", *"; ".join(told["mixed"]).split()]))
 
 
 def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_by_help(outputs, drawn, capsys):

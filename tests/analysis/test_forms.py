@@ -8,6 +8,7 @@ from matplotlib.colors import to_hex
 from analysis import style
 from analysis.registry import FIGURES
 from analysis.sweep import open_source
+from pensieve import units
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill, flat
@@ -107,20 +108,13 @@ def test_latency_stands_over_the_achieved_rate_and_goodput_over_the_load(drawn, 
         return [answered("a", 1, 10.0, tokens=2, latency_ms=20.0)]
 
     def metrics(at, seed):
-        rate = float(at["workload.request_rate"])
-        return {"throughput_req_s": rate / 2, "goodput_req_s": rate / 4}
+        return {"throughput_req_s": float(at["workload.request_rate"]) / 2}
 
-    source = fill(
-        store,
-        {"workload.request_rate": ["4.0", "2.0"], "baseline": ["pensieve"]},
-        turns,
-        metrics,
-        flags={},
-        slo={"slo.ttft_ms": "200"},
-    )
-    for trial in source.trials:
-        plan = {"request_rate_per_s": float(trial.config["workload"]["request_rate"])}
-        store.set_trial(trial.id, engine={"workload": plan})
+    axes = {"workload.request_rate": ["4.0", "2.0"], "baseline": ["pensieve"]}
+    for trial in fill(store, axes, turns, metrics, flags={}, slo={"slo.ttft_ms": "200"}).trials:
+        rate = float(trial.config["workload"]["request_rate"])
+        window = {"measure_start_s": 1.0 - 4.0 / rate, "measure_end_s": 1.0}  # of one turn
+        store.set_trial(trial.id, engine={"workload": {"request_rate_per_s": rate}}, **window)
     for name in ("throughput_latency", "goodput"):
         FIGURES[name].draw(open_source(store), tmp_path)
     panes = [axes.get_lines()[0].get_data() for name in drawn for axes in drawn[name].figure.axes]
@@ -148,3 +142,13 @@ def test_the_conversation_that_shows_most_is_drawn_turn_by_turn(store):
         (0, 0, 0), (100, 0, 0), (50, 150, 0), (0, 0, 300), (0, 0, 0), (0, 0, 100), (0, 0, 200), (0, 0, 300),
     ]  # fmt: skip
     assert "'mixed'" in plot.lead
+
+
+def test_sizes_are_in_order_of_what_they_come_to():
+    assert units.in_order(["2 ktokens", "768 tokens", "0"]) == ["0", "768 tokens", "2 ktokens"]
+    assert units.in_order(["1GiB", "900MB", "2 KiB"]) == ["2 KiB", "900MB", "1GiB"]
+    assert units.in_order(["4", "None", "16"]) == ["4", "16", "None"]
+    assert units.in_order(["10", "9", "0.5"]) == ["0.5", "9", "10"]
+    assert units.in_order(["retention_value", "lru"]) == ["retention_value", "lru"] and units.number("512/256") is None
+    assert units.in_order(["1GiB", "768 tokens"]) == ["1GiB", "768 tokens"], "bytes and tokens cannot be told apart"
+    assert tuple(map(units.number, ("2 ktokens", "2KB", "1e3", "None"))) == (2000, 2000, 1000, None)

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,23 +252,18 @@ def test_git_tells_commit_and_difference(tmp_path: Path) -> None:
 
 
 def test_an_nvidia_device_is_described_as_far_as_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NvmlError(Exception):
-        pass
+    class Nvml(dict[str, object]):
+        NVMLError = LookupError
+        NVML_CLOCK_SM, NVML_CLOCK_MEM = "sm", "mem"
 
-    def refuses(*_: object) -> None:
-        raise NvmlError("Not Supported")
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            return lambda *_: self[name.removeprefix("nvml")]
 
-    told = {
-        "Init": None, "Shutdown": None, "DeviceGetCount": 1, "DeviceGetHandleByIndex": 0, "DeviceGetName": "H100",
-        "DeviceGetMemoryInfo": SimpleNamespace(total=80), "DeviceGetEnforcedPowerLimit": 700_000,
-    }  # fmt: skip
-    fake = SimpleNamespace(NVMLError=NvmlError, NVML_CLOCK_SM="sm", NVML_CLOCK_MEM="mem")
-    for name in ("DeviceGetUUID", "SystemGetDriverVersion", "DeviceGetClockInfo", "DeviceGetMaxClockInfo",
-                 "DeviceGetCurrPcieLinkGeneration", "DeviceGetCurrPcieLinkWidth"):  # fmt: skip
-        setattr(fake, f"nvml{name}", refuses)
-    for name, answer in told.items():
-        setattr(fake, f"nvml{name}", lambda *_, answer=answer: answer)
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    told = Nvml(
+        Init=None, Shutdown=None, DeviceGetCount=1, DeviceGetHandleByIndex=0, DeviceGetName="H100",
+        DeviceGetMemoryInfo=SimpleNamespace(total=80), DeviceGetEnforcedPowerLimit=700_000,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", told)
     [found] = surroundings.gpus()
     known = {"name": "H100", "memory_bytes": 80, "power_limit_w": 700.0}
     assert {name: value for name, value in found.items() if value is not None} == known

@@ -60,12 +60,12 @@ def case(name: str, *trials: Trial, seeds: int = 5, **axes: str) -> None:
     CASES[name] = lambda: told(*trials, seeds=seeds, **axes)
 
 
-def both(name: str, seeds: int = 5, **changed: Any) -> None:
-    case(name, {**OURS, **changed}, {**THEIRS, **changed}, seeds=seeds)
+def both(name: str, **changed: Any) -> None:
+    case(name, {**OURS, **changed}, {**THEIRS, **changed})
 
 
-def metrics(one: Trial, **values: float | None) -> Trial:
-    return {**one, "metrics": {name: value for name, value in values.items() if value is not None}}
+def metrics(one: Trial, **values: float) -> Trial:
+    return {**one, "metrics": values}
 
 
 # Findings and headline: who is beside whom, in how many settings, with what interval
@@ -132,8 +132,8 @@ for done, whose in ((5, "ray_keepalive"), (4, "ray_keepalive")):
 
 for queue in (0.4, 0.6):
     case(f"waiting {queue}", OURS, {**THEIRS, "queue": queue})
-for evicted, dropped in ((521.0, 9.0), (0.0, 0.0), (None, None)):
-    case(f"evicted {evicted}", metrics(OURS, evicted_chunks=evicted, dropped_chunks=dropped), THEIRS, seeds=2)
+for evicted in ({"evicted_chunks": 521.0, "dropped_chunks": 9.0}, {"evicted_chunks": 0.0, "dropped_chunks": 0.0}, {}):
+    case(f"evicted {evicted.get('evicted_chunks')}", metrics(OURS, **evicted), THEIRS, seeds=2)
 case("contaminated", OURS, {**THEIRS, "flags": {"contaminated": "It held 64 tokens."}})
 for load, window, rate in (
     ("open", {}, 5.4), ("open", {}, 8.8), ("closed", {}, 5.4), ("open", {"window": "too small"}, 5.4),
@@ -148,6 +148,7 @@ SHORT_OF = {"statuses": {"completed": 90.0, "timeout": 8.0, "failed": 2.0, "refu
 case("turns without a reply", {**OURS, "statuses": {"completed": 100.0}}, {**THEIRS, **SHORT_OF}, seeds=2)
 case("contended", OURS, {**THEIRS, "contended": True})
 case("other code", OURS, {**THEIRS, "code_hash": "other"})
+case("other weights", OURS, {**THEIRS, "weights": "hub"})
 MACHINES = [{"hardware": name, "simulated": name != "cpu"} for name in ("cpu", "sim_h100")]
 case("hardware swept", *({**one, **at} for at in MACHINES for one in (OURS, THEIRS)), hardware="cpu,sim_h100")
 for load, window, ours, theirs in (

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
+from pensieve import cli
 from pensieve.errors import ResultsError
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import Holding, Reading, ResultsStore, open_store
@@ -22,10 +23,9 @@ def store(tmp_path: Path) -> ResultsStore:
 
 
 def test_the_same_key_is_the_same_sweep(store: ResultsStore) -> None:
-    first = store.open_sweep("key", "chat", "pensieve", "run.py -m", {"seed": "0,1"}, 6, "host", "abc")
+    first, other = open_sweep(store), store.open_sweep("another", "chat", None, None, {}, 1, "host", None)
     store.set_sweep(first, status="failed", mlflow_run_id="run")
     assert store.sweep(first).finished_at is not None
-    other = store.open_sweep("another", "chat", None, None, {}, 1, "host", None)
     again = store.open_sweep("key", "chat", "pensieve", "run.py -m", {"seed": "0,1"}, 6, "host", "def")
     sweep = store.sweep(again)
     assert again == first != other
@@ -34,9 +34,10 @@ def test_the_same_key_is_the_same_sweep(store: ResultsStore) -> None:
         store.sweep(99)
 
 
-def ran(store: ResultsStore, sweep: int, job: int, status: str = "completed", fingerprint: str | None = None) -> int:
-    trial = store.begin_trial(trial_fields(fingerprint or f"job {job}"))
-    store.link(sweep, trial, job, reused=False)
+def ran(store: ResultsStore, sweep: int | None, job: int, status: str = "completed", fingerprint: str = "f") -> int:
+    trial = store.begin_trial(trial_fields(fingerprint))
+    if sweep is not None:
+        store.link(sweep, trial, job, reused=False)
     store.finish_trial(trial, status)
     return trial
 
@@ -89,6 +90,15 @@ def test_a_trial_whose_process_is_gone_becomes_interrupted(store: ResultsStore) 
     assert store.trial(also_dead).status == "interrupted"
 
 
+def test_a_killed_sweep_is_listed_as_interrupted(
+    store: ResultsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.set_sweep(open_sweep(store), started_at=datetime.now(UTC) - timedelta(hours=1))
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    assert cli.results(["list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["1", "interrupted"]
+
+
 @pytest.mark.parametrize(
     ("trials", "silent_s", "gone", "status"),
     [(2, 61, True, "interrupted"), (2, 61, False, "running"), (2, 9, True, "running"), (0, 61, True, "interrupted")],
@@ -101,7 +111,7 @@ def test_a_sweep_whose_process_is_gone_becomes_interrupted(
     store.set_sweep(sweep, started_at=heard - timedelta(hours=trials))
     for job in range(trials):
         process = {"process_started_at": datetime(2020, 1, 1, tzinfo=UTC)} if gone else {}
-        store.set_trial(ran(store, sweep, job), heartbeat_at=heard, **process)
+        store.set_trial(ran(store, sweep, job, fingerprint=f"job {job}"), heartbeat_at=heard, **process)
     store.interrupt_dead()
     found = store.sweep(sweep)
     assert (found.status, found.finished_at) == (status, heard if status == "interrupted" else None)
@@ -155,9 +165,7 @@ def test_a_job_has_one_trial_and_a_trial_may_serve_several_sweeps() -> None:
     old = add_trial(store, sweep, 0, "pensieve", [], {"gpu_hit_rate": 0.1})
     other = store.open_sweep("another", "chat", None, None, {}, 1, "host", None)
     store.link(other, old, 3, reused=True)
-    changed_code = store.begin_trial(trial_fields("changed code"))
-    store.link(sweep, changed_code, 0, reused=False)
-    store.finish_trial(changed_code, "completed")
+    changed_code = ran(store, sweep, 0, fingerprint="changed code")
     assert [(j.job, j.last.id) for j in store.trials_of_sweep(sweep)] == [(0, changed_code)]
     (borrowed,) = store.trials_of_sweep(other)
     assert (borrowed.job, borrowed.reused, borrowed.value("gpu_hit_rate")) == (3, True, 0.1)
@@ -166,10 +174,9 @@ def test_a_job_has_one_trial_and_a_trial_may_serve_several_sweeps() -> None:
 
 
 def shown(store: ResultsStore, sweep: int) -> dict[int, int | None]:
+    asked = text(f"SELECT job, trial_id FROM sweep_result WHERE sweep_id = {sweep}")
     with store.database.reading() as connection:
-        view = {
-            r.job: r.trial_id for r in connection.execute(text("SELECT * FROM sweep_result")) if r.sweep_id == sweep
-        }
+        view = {row.job: row.trial_id for row in connection.execute(asked)}
     jobs = store.trials_of_sweep(sweep)
     assert {job.job: job.trial.id for job in jobs if job.trial} == view
     for job in jobs:
@@ -181,12 +188,7 @@ def shown(store: ResultsStore, sweep: int) -> dict[int, int | None]:
 def test_attempts_made_elsewhere_do_not_change_what_a_sweep_shows() -> None:
     store = ResultsStore(MEMORY)
     sweeps = [store.open_sweep(key, key, None, None, {}, 1, "host", None) for key in ("first", "second")]
-    ids = []
-    for sweep in (*sweeps, None):  # the second sweep with force=true, then a single run
-        ids.append(store.begin_trial(trial_fields("f")))
-        if sweep is not None:
-            store.link(sweep, ids[-1], 0, reused=False)
-        store.finish_trial(ids[-1], "completed")
+    ids = [ran(store, sweep, 0) for sweep in (*sweeps, None)]  # the second sweep with force=true, then a single run
     assert [shown(store, sweep) for sweep in sweeps] == [{0: ids[0]}, {0: ids[1]}]
     assert store.completed_trial("f").id == ids[2]  # type: ignore[union-attr]
 
@@ -194,12 +196,7 @@ def test_attempts_made_elsewhere_do_not_change_what_a_sweep_shows() -> None:
 def test_a_job_whose_last_attempt_failed_shows_the_one_before() -> None:
     store = ResultsStore(MEMORY)
     sweep = store.open_sweep("key", "x", None, None, {}, 2, "host", None)
-    ids = []
-    for status in ("completed", "failed", "completed"):
-        ids.append(store.begin_trial(trial_fields("f")))
-        if len(ids) < 3:
-            store.link(sweep, ids[-1], 0, reused=False)
-        store.finish_trial(ids[-1], status)
+    ids = [ran(store, sweep, 0), ran(store, sweep, 0, "failed"), ran(store, None, 0)]
     store.link(sweep, store.begin_trial(trial_fields("running")), 1, reused=False)
     assert shown(store, sweep) == {0: ids[0], 1: None}
 
