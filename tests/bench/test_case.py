@@ -59,13 +59,10 @@ def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path
     assert [job.last.status for job in jobs] == ["completed", "completed", "failed"]
     assert jobs[2].last.error == "there is none"
     trial = jobs[0].last
-    assert (trial.workload, trial.simulated, trial.contended) == ("bench_swap", False, False)
-    assert trial.device == "a processor"
+    assert (trial.workload, trial.device, trial.simulated) == ("bench_swap", "a processor", False)
     assert trial.config["bench"] == {"target": "swap", "case": "swap in 64", "metric": "restore_ms", "blocks": 64}
-    assert trial.engine["streams"] == 2 and trial.engine["values"] == [3.0, 2.5, 4.0]
-    assert trial.engine["limits"] == {"copy_bytes_s": 1e9, "matrix_flops_s": 1e9}
-    assert trial.code_hash and trial.environment["packages"]["torch"]
-    assert jobs[1].last.engine["version"] == "1.2"
+    assert {"streams": 2, "values": [3.0, 2.5, 4.0], "limits": bench.limits}.items() <= trial.engine.items()
+    assert trial.code_hash and trial.environment["packages"]["torch"] and jobs[1].last.engine["version"] == "1.2"
     metric = jobs[0].metrics["restore_ms", "swap in 64"]
     assert (metric.value, metric.ci_low, metric.ci_high, metric.n, metric.limit_value) == (3.0, None, None, 3, 2.0)
     assert jobs[0].metrics["overlap_pct", "swap in 64"].value == 90.0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,9 +18,9 @@ import torch.nn.functional as F
 
 from pensieve.core.plan import Row, Sample
 from pensieve.device.asked import BACKENDS, ON_CPU, candidates
-from pensieve.device.batch import Batch, BlockTables, Span, Spans, build_batch
+from pensieve.device.batch import Batch, BlockTables, build_batch
 from pensieve.device.graphs import record
-from pensieve.device.kernels.base import AttentionBackend, Plan, Scores
+from pensieve.device.kernels.base import AttentionBackend, Scores
 from pensieve.device.model import load_backend
 from pensieve.errors import PensieveError
 from pensieve.lab.bench.case import OURS, Case, Measured, interleaved
@@ -108,24 +107,19 @@ def cases(on_gpu: bool) -> list[Asked]:
 def _measure(
     bench: Bench, shape: Shape, backends: Mapping[str, AttentionBackend], absent: Mapping[str, str], asked: Asked
 ) -> None:
-    inputs, ours = make_inputs(asked.rows, shape, bench.device, bench.dtype, seed=0), backends[OURS]
+    inputs = make_inputs(asked.rows, shape, bench.device, bench.dtype, seed=0)
     calls: dict[str, Call] = {name: paged(backend, inputs) for name, backend in backends.items()}
-    if inputs.uniform:
-        calls |= {"copied_out": copied_out(inputs), "contiguous": contiguous(inputs)}
-    if asked.kind == "paper":
-        calls["one_at_a_time"] = one_at_a_time(ours, inputs)
+    if len({(span.start, span.stop) for span in inputs.batch.spans}) == 1:  # they can be stacked without padding
+        calls["contiguous"] = contiguous(inputs)
     replays = {name: _captured(call, bench.device) for name, call in calls.items()}
     with torch.inference_mode():
         best = {name: replays[name] or call for name, call in calls.items()}
         times = interleaved(best, bench.rounds(_ROUNDS[bench.device.type]), bench.device)
-    used = {**backends, "one_at_a_time": ours}
-    measured = [
-        replace(
-            times[name], version=used[name].version if name in used else _TORCH,
-            engine={"captured": replays[name] is not None, **({"backend": used[name].name} if name in used else {})},
-        )
-        for name in calls
-    ]  # fmt: skip
+    measured = []
+    for name, one in times.items():
+        used, captured = backends.get(name), {"captured": replays[name] is not None}
+        engine = captured if used is None else {**captured, "backend": used.name}
+        measured.append(replace(one, version=_TORCH if used is None else used.version, engine=engine))
     bench.record(_case(bench, inputs, asked), [*measured, *(Measured(name, error=why) for name, why in absent.items())])
 
 
@@ -177,11 +171,6 @@ class Inputs:
         return len(self.pool)
 
     @property
-    def uniform(self) -> bool:
-        """All spans are at the same positions, so that they can be stacked without padding."""
-        return len({(span.start, span.stop) for span in self.batch.spans}) == 1
-
-    @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that one layer must read; what several runs of a recovery share counts once."""
         ends: dict[int, int] = {}
@@ -189,13 +178,6 @@ class Inputs:
             first = int(span.blocks[0])
             ends[first] = max(span.stop, ends.get(first, 0))
         return sum(ends.values()) * int(self.pool[0, 0].nbytes)
-
-    @cached_property
-    def places(self) -> list[torch.Tensor]:
-        """Where each span's context lies in the pool, token by token."""
-        chunk = self.shape.chunk
-        each = [(span.blocks[:, None] * chunk + np.arange(chunk)).reshape(-1)[: span.stop] for span in self.batch.spans]
-        return [torch.from_numpy(x).to(self.pool.device) for x in each]
 
 
 def make_inputs(
@@ -244,23 +226,11 @@ def paged(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tenso
     return call
 
 
-def copied_out(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Gather contexts of one length from their blocks, in every layer again, and attend to the contiguous copy."""
-    batch, together = len(inputs.batch.spans), torch.cat(inputs.places)
-    queries = inputs.queries.unflatten(0, (batch, -1))
-
-    def call() -> torch.Tensor:
-        for pool in inputs.pool:
-            kv = pool.flatten(1).index_select(0, together).view(batch, -1, *pool.shape[1:])
-            result = _attend(queries, kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2))
-        return result.flatten(0, 1)
-
-    return call
-
-
 def contiguous(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """Contexts of one length that are contiguous already, head by head: what paging is compared with."""
-    batch, together = len(inputs.batch.spans), torch.cat(inputs.places)
+    chunk, spans = inputs.shape.chunk, inputs.batch.spans
+    each = [(span.blocks[:, None] * chunk + np.arange(chunk)).reshape(-1)[: span.stop] for span in spans]
+    batch, together = len(spans), torch.from_numpy(np.concatenate(each)).to(inputs.pool.device)
     queries = inputs.queries.unflatten(0, (batch, -1))
     layers = [
         pool[together].unflatten(0, (batch, -1)).permute(2, 0, 3, 1, 4).contiguous().unbind(0) for pool in inputs.pool
@@ -270,28 +240,6 @@ def contiguous(inputs: Inputs) -> Callable[[], torch.Tensor]:
         for keys, values in layers:
             result = _attend(queries, keys, values)
         return result.flatten(0, 1)
-
-    return call
-
-
-def one_at_a_time(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """One query of each request a launch, as with a kernel that takes single queries only. Rows of one length."""
-    spans, calls = list(inputs.batch.spans), list[tuple[Plan, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]()
-    for offset in range(spans[0].queries):
-        at = torch.tensor([span.first + offset for span in spans], device=inputs.pool.device)
-        singles = Spans.of(
-            [Span(row, span.start + offset, span.start + offset + 1, span.blocks) for row, span in enumerate(spans)]
-        )
-        batch = Batch(
-            inputs.batch.token_ids[at], inputs.batch.positions[at], inputs.batch.write_places[at], singles, at, ()
-        )
-        plan = backend.plan(batch, inputs.pool, inputs.shape.chunk)
-        calls.append((plan, (inputs.queries[at], inputs.keys[at], inputs.values[at])))
-
-    def call() -> torch.Tensor:
-        for pool in inputs.pool:
-            pieces = [plan.attend(pool, *qkv, Scores()) for plan, qkv in calls]
-        return torch.stack(pieces, dim=1).flatten(0, 1)
 
     return call
 

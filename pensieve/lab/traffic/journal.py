@@ -54,7 +54,9 @@ class Journal:
             self.lost["disk"] += sum(row.status != "unfinished" for row in rows.values())
             return
         try:
-            self._file.executemany("insert or replace into row values (?, ?, ?)", map(_plain, rows.values()))
+            plain = (json.dumps([getattr(one, name) for name in COLUMNS], default=list) for one in rows.values())
+            put = [(one.request, one.arrival_s, said) for one, said in zip(rows.values(), plain, strict=True)]
+            self._file.executemany("insert or replace into row values (?, ?, ?)", put)
             self._file.commit()
         except sqlite3.Error as error:
             self._failed = True
@@ -103,10 +105,6 @@ def finish(path: Path) -> Path | None:
 def _rows(file: sqlite3.Connection) -> Iterator[Exchange]:
     for (row,) in file.execute("select json from row order by arrival_s, request"):
         yield Exchange(*json.loads(row))
-
-
-def _plain(row: Exchange) -> tuple[int, float | None, str]:
-    return row.request, row.arrival_s, json.dumps([getattr(row, name) for name in COLUMNS], default=list)
 
 
 def _journal(path: Path) -> Path:

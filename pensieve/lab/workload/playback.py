@@ -195,7 +195,9 @@ class Playback:
     def describe(self) -> WorkloadPlan:
         steps = [step for talk in self._measured for step in talk.steps]
         cut = [talk.recorded_turns - talk.turns for talk in self._measured]
-        counted = [[is_measured(self._phase(talk, step)) for step in talk.steps] for talk in self._talks.values()]
+        counted = [
+            [is_measured(step.fields.get("phase", talk.phase)) for step in talk.steps] for talk in self._talks.values()
+        ]
         return WorkloadPlan(
             load=self._arrivals.load,
             sessions=sum(map(any, counted)),
@@ -261,7 +263,7 @@ class Playback:
         """Whether a person has nothing left to ask after this turn; not one whose next turn waits for other conversations,
         nor a conversation that no person began."""
         talk = self._talks[turn.session]
-        over = talk.begun is None and not self._share_of.get(talk.session) and not self._family.waits(talk)
+        over = talk.begun is None and not self._share_of.get(talk.session) and talk.session not in self._family.waiting
         return over and self.is_over(turn)
 
     def _measured_starts(self, now: float) -> list[Arrival]:
@@ -284,10 +286,6 @@ class Playback:
         now, first = self._began
         return now + (step.at_s - first) * scale
 
-    @staticmethod
-    def _phase(talk: Dialogue, step: Step) -> str:
-        return str(step.fields.get("phase", talk.phase))
-
     def _arrival(self, talk: Dialogue, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
         step = talk.steps[turn - 1]
         end = said_end(before) if step.continues else None
@@ -308,20 +306,17 @@ class Family:
             if dialogue.begun is not None:
                 self._begun[dialogue.begun.conversation, dialogue.begun.turn].append(dialogue)
         self._going: set[str] = {dialogue.session for dialogue in dialogues}  # not over yet
-        self._waiting: dict[str, tuple[Dialogue, TurnRecord, set[str]]] = {}
+        self.waiting: dict[str, tuple[Dialogue, TurnRecord, set[str]]] = {}
         self.related = any(one.begun is not None or any(step.waits_for for step in one.steps) for one in dialogues)
 
     def begun_after(self, dialogue: Dialogue, turn: int) -> Sequence[Dialogue]:
         return self._begun.get((dialogue.session, turn), ())
 
-    def waits(self, dialogue: Dialogue) -> bool:
-        return dialogue.session in self._waiting
-
     def wait(self, dialogue: Dialogue, turn: int, before: TurnRecord) -> bool:
         """Whether the turn after this one, whose record is `before`, has to wait; `over` will say when it may go on."""
         needed = {name for name in dialogue.steps[turn].waits_for if name in self._going}
         if needed:
-            self._waiting[dialogue.session] = (dialogue, before, needed)
+            self.waiting[dialogue.session] = (dialogue, before, needed)
         return bool(needed)
 
     def over(self, dialogue: Dialogue, turns: int) -> list[tuple[Dialogue, TurnRecord]]:
@@ -335,9 +330,9 @@ class Family:
             left += [(begun, 0) for begun in never]
         self._going.difference_update(ended)
         free = []
-        for session, (waiting, before, needed) in list(self._waiting.items()):
+        for session, (waiting, before, needed) in list(self.waiting.items()):
             needed.difference_update(ended)
             if not needed:
-                del self._waiting[session]
+                del self.waiting[session]
                 free.append((waiting, before))
         return free

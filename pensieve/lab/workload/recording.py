@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -147,11 +148,7 @@ def hashes_of(values: Any) -> TokenArray[int]:
 
 def chain(blocks: Iterable[int]) -> list[int]:
     """Of each block, a number for it and all before it."""
-    found, before = [], 0
-    for one in blocks:
-        before = hash((before, one))
-        found.append(before)
-    return found
+    return list(accumulate(blocks, lambda before, one: hash((before, one)), initial=0))[1:]
 
 
 def block_repeats(recording: Recording) -> dict[str, float]:

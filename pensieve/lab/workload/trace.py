@@ -112,7 +112,12 @@ def trace_workload(
     if arrivals_s is not None or relative_rate is not None:
         _, known, _ = taken(MEANS_OF)
         if relative_rate is not None:
-            capacity = _stateless_capacity(context, known)
+            if context.stateless_capacity is None:
+                raise ConfigError(
+                    "workload.relative_rate needs a machine whose speed is known beforehand, a simulated one such as "
+                    "hardware=sim_a100_80g; on a real one set workload.request_rate in requests a second."
+                )
+            capacity = context.stateless_capacity([(step.prompt, step.reply) for one in known for step in one.steps])
             request_rate = relative_rate * capacity
             rates["stateless_capacity_req_s"] = round(capacity, 4)
         if arrivals_s is not None:
@@ -158,15 +163,6 @@ def trace_workload(
 
 def _mean_turns(dialogues: Sequence[Dialogue]) -> float:
     return sum(dialogue.turns for dialogue in dialogues) / len(dialogues)
-
-
-def _stateless_capacity(context: WorkloadContext, dialogues: Sequence[Dialogue]) -> float:
-    if context.stateless_capacity is None:
-        raise ConfigError(
-            "workload.relative_rate needs a machine whose speed is known beforehand, a simulated one such as "
-            "hardware=sim_a100_80g; on a real one set workload.request_rate in requests a second."
-        )
-    return context.stateless_capacity([(step.prompt, step.reply) for each in dialogues for step in each.steps])
 
 
 # What is taken of a file

@@ -13,17 +13,15 @@ from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import drive, measured
 
 
-def call(t, hashes, tokens=None, api=2.0, think=None, stop="tool_use", **more):
+def call(t, hashes, tokens=None, api=2.0, think=None, stop="tool_use"):
     row = {"t": t, "type": "n", "in": 4 * len(hashes) + 1 if tokens is None else tokens, "out": 3, "hash_ids": hashes}
-    row |= (
-        {"stop": stop} | ({} if api is None else {"api_time": api}) | ({} if think is None else {"think_time": think})
-    )
-    return row | more
+    known = {"api_time": api, "think_time": think}
+    return row | {"stop": stop} | {name: value for name, value in known.items() if value is not None}
 
 
-def session(folder, name, *requests, tools=8, system=4, **more):
+def session(folder, name, *requests, tools=8, system=4):
     row = {"id": name, "block_size": 4, "hash_id_scope": "local", "tool_tokens": tools, "system_tokens": system}
-    (folder / f"{name}.json").write_text(json.dumps(row | {"requests": list(requests)} | more))
+    (folder / f"{name}.json").write_text(json.dumps(row | {"requests": list(requests)}))
     return folder
 
 

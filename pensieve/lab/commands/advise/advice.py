@@ -149,8 +149,8 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
     chosen = sample(source.conversations, settings.replay_s, served.block_tokens)
     part = reading
     if len(chosen) < len(source.conversations):
-        own = source.only(chosen)
-        part = Reading(own.facts, own.rows, own.named)
+        names = {one.id for one in chosen}
+        part = Reading(source.facts, [row for row in source.rows if row[1] in names], source.named)
     share = 1.0 if part is reading else part.unique_tokens / reading.unique_tokens
     if settings.machine == "recorded":
         file = Path(settings.to or source.path).expanduser().with_suffix(".machine.json")

@@ -243,7 +243,15 @@ def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, p
             if start < stop:
                 tokens[cause] += stop - start
                 seconds[cause] += prices.seconds(start, stop)
-    idle = idle_runs([sent for sent, _ in asked], reading)
+    # What was written in time, in runs of one last use. Kept from the end of that request to this arrival, it hits.
+    idle = Idle.of(
+        [
+            (min(reading.sent[user].end_s, sent.at_s), sent.at_s, min(stop, sent.in_time) - start, start)
+            for sent, _ in asked
+            for user, start, stop in sent.uses
+            if start < min(stop, sent.in_time)
+        ]
+    )
     bound_tokens = most_kept(idle, idle.tokens, capacity_tokens)
     engine = sum(min(own, sent.in_time) for sent, own in asked)
     both = tokens["capacity"]
@@ -262,17 +270,4 @@ def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, p
         sum(prices.seconds(own, sent.prompt) for sent, own in asked),
         bound_tokens,
         sum(sent.ever for sent, _ in asked),
-    )
-
-
-def idle_runs(asked: Iterable[Sent], reading: Reading) -> Idle:
-    """Of these requests, what was written in time, in runs of one last use. Kept from the end of that request to this
-    arrival, it hits."""
-    return Idle.of(
-        [
-            (min(reading.sent[user].end_s, sent.at_s), sent.at_s, min(stop, sent.in_time) - start, start)
-            for sent in asked
-            for user, start, stop in sent.uses
-            if start < min(stop, sent.in_time)
-        ]
     )

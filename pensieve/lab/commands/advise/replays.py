@@ -49,10 +49,6 @@ class Source:
     in_file: int
     strays: int = 0
 
-    def only(self, conversations: Sequence[Conversation]) -> Source:
-        names = {one.id for one in conversations}
-        return replace(self, rows=[row for row in self.rows if row[1] in names], conversations=conversations)
-
 
 def open_source(path: Path, format: str | None) -> Source:
     """Raises ConfigError for a recording that lacks what advice needs, MalformedInput for one that cannot be read."""

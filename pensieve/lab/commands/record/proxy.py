@@ -44,29 +44,29 @@ class Framing:
     def __init__(self, bodiless: Callable[[bytes], bool], to_end: bool) -> None:
         self._bodiless, self._to_end = bodiless, to_end
         self.held = b""
-        self._left: int | None = None  # of the body or of a chunk; None: to the end of the connection
-        self._state = "head"
+        self.left: int | None = None  # of the body or of a chunk; None: to the end of the connection
+        self.state = "head"  # length; of a body in chunks: size, chunk, trailer
 
     def feed(self, data: bytes) -> Iterator[tuple[str, bytes, bytes]]:
         """(head, body or end; the bytes as they came; what of a body they hold). Raises Unframed."""
         data, self.held = self.held + data, b""
         at = 0
         while at < len(data):
-            if self._state == "chunk":  # it ends with a line's end
-                left = self._left or 0
+            if self.state == "chunk":  # it ends with a line's end
+                left = self.left or 0
                 piece = data[at : at + left + 2]
                 yield "body", piece, piece[: max(left, 0)]
                 at += len(piece)
-                self._left = left - len(piece)
-                if self._left == -2:
-                    self._state = "size"
-            elif self._state == "length":
-                piece = data[at:] if self._left is None else data[at : at + self._left]
+                self.left = left - len(piece)
+                if self.left == -2:
+                    self.state = "size"
+            elif self.state == "length":
+                piece = data[at:] if self.left is None else data[at : at + self.left]
                 yield "body", piece, piece
                 at += len(piece)
-                self._left = None if self._left is None else self._left - len(piece)
+                self.left = None if self.left is None else self.left - len(piece)
             else:
-                ending = b"\r\n\r\n" if self._state == "head" else b"\r\n"
+                ending = b"\r\n\r\n" if self.state == "head" else b"\r\n"
                 stop = data.find(ending, at)
                 if stop < 0:
                     if len(data) - at > HEAD_BYTES:
@@ -75,35 +75,21 @@ class Framing:
                     return
                 line, raw = data[at:stop], data[at : stop + len(ending)]
                 at += len(raw)
-                if self._state == "head":
-                    self._state, self._left = self._body_of(line)
+                if self.state == "head":
+                    self.state, self.left = self._body_of(line)
                     yield "head", raw, line
                 else:
-                    if self._state == "size":
-                        self._state, self._left = self._chunk_of(line)
+                    if self.state == "size":
+                        if not re.match(rb"[0-9a-fA-F]+\s*(;|$)", line):
+                            raise Unframed
+                        self.left = int(line.split(b";")[0], 16)
+                        self.state = "chunk" if self.left else "trailer"
                     elif not line:  # the end of the trailer
-                        self._state, self._left = "length", 0
+                        self.state, self.left = "length", 0
                     yield "body", raw, b""
-            if self._state == "length" and self._left == 0:
-                self._state = "head"
+            if self.state == "length" and self.left == 0:
+                self.state = "head"
                 yield "end", b"", b""
-
-    @property
-    def lasts(self) -> bool:
-        """The body under way ends with the connection."""
-        return self._state == "length" and self._left is None
-
-    @property
-    def streams(self) -> bool:
-        """A body in chunks is under way."""
-        return self._state in ("size", "chunk", "trailer")
-
-    def _chunk_of(self, line: bytes) -> tuple[str, int]:
-        try:
-            size = int(line.split(b";")[0], 16)
-        except ValueError as error:
-            raise Unframed from error
-        return ("chunk", size) if size else ("trailer", 0)
 
     def _body_of(self, head: bytes) -> tuple[str, int | None]:
         fields = headers_of(head)
@@ -274,7 +260,12 @@ class Client(_Side):
             return
         self._late.append((monotonic(), data))
         self._late_bytes += len(data)
-        if self._answered.streams and data[-4:] != b"\r\n\r\n" and len(data) >= 4 and self._late_bytes < PART_BYTES:
+        if (
+            self._answered.state in ("size", "chunk", "trailer")
+            and data[-4:] != b"\r\n\r\n"
+            and len(data) >= 4
+            and self._late_bytes < PART_BYTES
+        ):
             return
         self._read()
 
@@ -340,7 +331,7 @@ class Client(_Side):
 
     def upstream_lost(self) -> None:
         self._read()
-        if self._passing and self._answered.lasts:
+        if self._passing and self._answered.state == "length" and self._answered.left is None:
             one = self._passing.popleft()
             self._tell(one, "failed" if one.failed else "completed", monotonic())
         self._over("cancelled" if self._leaving else "failed")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
-from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -82,10 +81,6 @@ class Weka(_Agent):
     def session(self) -> str:
         return f"weka-{self.id}"
 
-    @cached_property
-    def _base(self) -> int:
-        return _digest("weka", "session", self.session) >> 24 << 24
-
     def conversations(
         self, part: _Agent, name: str, begun: Begun | None = None, pause_s: float | None = None
     ) -> list[Conversation]:
@@ -96,7 +91,7 @@ class Weka(_Agent):
         others: list[Conversation] = []
         joining: list[_SubAgent] = []  # that ended since the last request
         before: _Request | None = None
-        shared = self._shared(part)
+        shared, base = self._shared(part), _digest("weka", "session", self.session) >> 24 << 24
         for index, request in enumerate(part.requests):
             if isinstance(request, _SubAgent):
                 if not calls:
@@ -119,7 +114,7 @@ class Weka(_Agent):
                 pause_s = max(0.0, request.think_time)
             elif before is not None:
                 pause_s = max(0.0, request.t - ends_s[-1])
-            hashes = hashes_of([shared[one] if one in shared else self._base + one for one in request.hash_ids])
+            hashes = hashes_of([shared[one] if one in shared else base + one for one in request.hash_ids])
             reason: StopReason | None = next((one for one in get_args(StopReason) if one == request.stop), None)
             calls.append(
                 Call(
