@@ -152,6 +152,10 @@ def powers_of_two(first: int, last: int) -> Sequence[int]:
     return tuple(1 << power for power in range(lowest, max(lowest, last.bit_length())))
 
 
+_LEAST_LINEAR_S = 1e-15
+"""Of a token, where no iteration tells: all of them took as long as their weights."""
+
+
 def fit(measured: Sequence[_Measured]) -> Terms:
     """Least squares of the relative errors under a, w, q >= 0 and b > 0.
 
@@ -173,9 +177,10 @@ def fit(measured: Sequence[_Measured]) -> Terms:
         relative = columns / seconds[:, None]
         scale = np.where(columns.any(axis=0), relative.max(axis=0), 1.0)  # tokens and their squares differ by much
         found, _ = nnls(relative / scale, np.ones_like(seconds))
-        terms = Terms(*(found / scale).tolist())
+        step_s, weights_s, linear_s, attention_s = (found / scale).tolist()
+        terms = Terms(step_s, weights_s, max(linear_s, _LEAST_LINEAR_S), attention_s)
         error = _squared_error(terms, measured)
-        if terms.linear_s > 0 and error < least - _EXACT:
+        if error < least - _EXACT:
             best, least = terms, error
     return best
 

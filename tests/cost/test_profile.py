@@ -8,7 +8,7 @@ from pensieve.errors import WorkerError
 from pensieve.lab.compose.conf import options
 from pensieve.serve.books.books import predicted_s
 from pensieve.serve.systems.profiling import profile_of
-from pensieve.sim.profile import WHOLE, Profile, measure
+from pensieve.sim.profile import WHOLE, Profile, fit, measure
 from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.cost.test_measured import machine_of, model_of
@@ -47,6 +47,15 @@ def test_what_is_measured_gives_it_too_in_iterations_as_large_as_memory_was_rehe
         expected = 0.001 * roofline.recompute_s(context)
         assert profile.recompute_s(context) == pytest.approx(expected, rel=0.1), context
     assert profile.recompute_s(8192) >= profile.recompute_s(1024) > 0
+
+
+def test_iterations_that_all_read_the_weights_are_met() -> None:
+    """None of them tells what a token costs, and none is missed for that."""
+    starts, lengths = (512, 0, 128, 0, 512, 0, 0, 2048, 128), (4, 4, 8, 16, 16, 16, 32, 32, 32)
+    runs = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    for order in (runs, sorted(runs)):
+        found = fit([(*run, 0.0273) for run in order])
+        assert [found.iteration_s(*run) for run in runs] == pytest.approx([0.0273] * len(runs), rel=1e-9)
 
 
 @pytest.mark.parametrize("quadratic", [QUADRATIC, 100 * QUADRATIC])
