@@ -36,9 +36,8 @@ def _drawn(found: SizeMap) -> Any:
     rows = 1 if q.reuse else 2
     picture, grid = style.new_grid(rows * height + 0.3, rows, 1, sharex=True)
     above, below = grid[0][0], grid[-1][0]
-    kind = "history" if q.of == "history" else "prompt"
     how = " by LRU, open loop" if q.reuse else ""
-    _heat(above, found, "found", f"{kind} tokens found{how} (%)", 100.0, Normalize(0, 100))
+    _heat(above, found, "found", f"history tokens found{how} (%)", 100.0, Normalize(0, 100))
     late = [value for place in found.cells if (value := found.mean(place, found.objective)) is not None]
     norm = LogNorm(min(late), max(max(late), min(late) * 1.01)) if late else Normalize(0, 1)
     if not q.reuse:

@@ -112,10 +112,6 @@ class TrialTimeout(PensieveError):
     """A trial ran past trial.timeout_s and was ended."""
 
 
-class TrialCrashed(PensieveError):
-    """The process of an isolated trial ended without a word: killed, out of memory, or a native crash."""
-
-
 class ResultsError(PensieveError):
     """The results database cannot be opened, read or written."""
 

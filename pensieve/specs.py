@@ -280,13 +280,9 @@ class ModelSpec:
         return self.model_type in GATED | ROUTED
 
     @property
-    def uncounted(self) -> str | None:
-        """Why `parameters` is not the number of this model's; None: it is."""
-        if self.model_type not in ROUTED and (experts := _several(self.architecture)):
-            return f"has experts ({experts}), which are not priced for this architecture"
-        if self.model_type not in GATED | PLAIN | ROUTED:
-            return f"is of an architecture ({self.model_type or 'no model_type'}) whose parameters are not known"
-        return None
+    def uncounted(self) -> bool:
+        """Whether `parameters` is a guess: of this architecture nobody has said what its MLPs are."""
+        return self.model_type not in GATED | PLAIN | ROUTED
 
     @property
     def rotary(self) -> bool:
@@ -378,7 +374,6 @@ class HardwareSpec:
     simulated: bool
     device: str = "auto"
     gpus: int = 1
-    threads: int | None = None
     flops: float = 0.0
     memory_bw: float = 0.0
     h2d_bw: float = 0.0
@@ -391,7 +386,6 @@ class HardwareSpec:
     graph_sizes: bool = False
     terms: Mapping[str, str] = field(default_factory=dict)
     gpu_memory_bytes: int = 0
-    cpu_memory_bytes: int = 0
     compute_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     step_overhead_s: float = 0.0
@@ -400,7 +394,6 @@ class HardwareSpec:
     pipelined_swap_in: bool = True
     profile: str | None = None
     overlaps: bool = True
-    source: str = ""
 
     @property
     def one_memory(self) -> bool:
@@ -437,17 +430,3 @@ def _states(a: Mapping[str, Any], layers: int, need: Callable[..., int]) -> Stat
         keys=need("linear_num_key_heads") * need("linear_key_head_dim"),
         kernel=need("linear_conv_kernel_dim"),
     )
-
-
-def _several(fields: Mapping[str, Any]) -> str | None:
-    """The first field that gives an MLP several experts, as name=value, in a nested configuration too."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            found = _several(value)
-        else:
-            counts = value if isinstance(value, list) else [value]
-            several = any(isinstance(count, int) and count > 1 for count in counts)
-            found = f"{name}={value}" if several and ("expert" in name or name.startswith("moe_")) else None
-        if found:
-            return found
-    return None

@@ -69,7 +69,7 @@ def test_an_architecture_that_is_known_has_the_parameters_and_heads_of_transform
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     spec = ModelSpec.from_architecture("x", {**given, "model_type": model_type})
-    assert spec.uncounted is None
+    assert not spec.uncounted
     counted = sum(weight.numel() for weight in module.parameters())
     assert spec.parameters == pytest.approx(counted, rel=0.005)
     assert spec.head_dim == (64 if spec.latent else getattr(config, "head_dim", None) or 64)
@@ -133,11 +133,8 @@ def test_as_many_experts_are_read_as_independent_choices_touch(tokens):
 @pytest.mark.parametrize(
     ("architecture", "says"),
     [
-        ({**SIZES, "model_type": "jetmoe", "num_local_experts": 8}, r"has experts \(num_local_experts=8\)"),
-        ({**SIZES, "model_type": "llama", "num_experts": 4}, r"has experts \(num_experts=4\)"),
-        ({**SIZES, "model_type": "x", "ffn_config": {"moe_num_experts": 16}}, r"has experts \(moe_num_experts=16\)"),
-        ({**SIZES, "model_type": "x", "text_config": {"moe_num_experts": [64, 64]}}, "has experts"),
         ({**SIZES, "model_type": "bloom"}, r"is of an architecture \(bloom\) whose parameters are not known"),
+        ({**SIZES, "model_type": "jetmoe", "num_local_experts": 8}, r"is of an architecture \(jetmoe\)"),
         (SIZES, r"is of an architecture \(no model_type\)"),
     ],
 )
@@ -151,9 +148,7 @@ def test_a_model_whose_parameters_are_not_known_is_not_simulated(architecture, s
             plan_trial(config)
 
 
-def test_a_model_with_experts_is_still_run_for_real_and_one_expert_is_none(tmp_path):
+def test_a_model_with_experts_is_still_run_for_real(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     plan = plan_trial(checked("model=hf", f"model.weights={tmp_path}", "hardware=cpu", "cache.gpu=256 tokens"))
-    assert plan.model.uncounted is None and plan.model.experts is not None
-    one = {**SIZES, "model_type": "llama", "num_local_experts": 1, "num_experts_per_tok": 1, "enable_moe_block": True}
-    assert ModelSpec.from_architecture("x", one).uncounted is None
+    assert not plan.model.uncounted and plan.model.experts is not None

@@ -32,16 +32,15 @@ _UNSAID = array("i", (-1,))  # a token of a reply: whatever it is, no prompt has
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """Of the measured turns. tokens: of their history, which any cache could have had. depths: the chunks down to the first
-    one of it. prompts: tokens of each."""
+    one of it."""
 
     chunk_tokens: int
     tokens: NDArray[np.int64]
     depths: NDArray[np.int64]
-    prompts: NDArray[np.int64]
 
-    def found(self, chunks: int, of: str = "history") -> float:
-        """The share of history tokens, or of prompt tokens, that a cache of so many chunks finds; 0 where there are none."""
-        whole = int((self.tokens if of == "history" else self.prompts).sum())
+    def found(self, chunks: int) -> float:
+        """The share of history tokens that a cache of so many chunks finds; 0 where there are none."""
+        whole = int(self.tokens.sum())
         gone = np.maximum(self.depths - chunks, 0) * self.chunk_tokens
         return int(np.maximum(self.tokens - gone, 0).sum()) / whole if whole else 0.0
 
@@ -75,9 +74,7 @@ def played(workload: Workload) -> Iterator[tuple[Request, TokenArray[int]]]:
 
 def reuse_of(workload: Workload, chunk_tokens: int) -> Reuse:
     """Play the workload, and measure how far back each turn reaches."""
-    requests: list[
-        tuple[int, int, int, int, bool, int]
-    ] = []  # last place, chunks then and now, history, measured, prompt
+    requests: list[tuple[int, int, int, int, bool]] = []  # last place, chunks then and now, history, measured
     touched: dict[str, tuple[int, int]] = {}  # by conversation: the place of its last request, and its chunks then
     for request, known in played(workload):
         prompt = len(request.prompt)
@@ -85,23 +82,22 @@ def reuse_of(workload: Workload, chunk_tokens: int) -> Reuse:
         chunks = chunks_of(prompt + request.output.max_new_tokens - 1, chunk_tokens)
         before = touched.get(request.session, (-1, 0))
         touched[request.session] = len(requests), chunks
-        requests.append((*before, chunks, history, is_measured(request.phase), prompt))
+        requests.append((*before, chunks, history, is_measured(request.phase)))
     return Reuse(chunk_tokens, *_measured(requests))
 
 
-def _measured(requests: list[tuple[int, int, int, int, bool, int]]) -> Iterator[NDArray[np.int64]]:
+def _measured(requests: list[tuple[int, int, int, int, bool]]) -> Iterator[NDArray[np.int64]]:
     """The columns of Reuse."""
     sums = _Sums(len(requests))
-    tokens, depths, prompts = array("q"), array("q"), array("q")
-    for place, (last, had, now, history, measured, prompt) in enumerate(requests):
+    tokens, depths = array("q"), array("q")
+    for place, (last, had, now, history, measured) in enumerate(requests):
         if measured:
             tokens.append(history)
             depths.append(had + sums.from_(last + 1))
-            prompts.append(prompt)
         if last >= 0:
             sums.add(last, -had)
         sums.add(place, now)
-    return (np.frombuffer(each, np.int64) for each in (tokens, depths, prompts))
+    return (np.frombuffer(each, np.int64) for each in (tokens, depths))
 
 
 class _Sums:

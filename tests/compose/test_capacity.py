@@ -39,12 +39,13 @@ def test_the_started_engine_reports_what_auto_became():
     system.close()
 
 
-def test_a_cpu_takes_half_of_what_is_free_to_a_power_of_two():
+def test_a_cpu_takes_half_of_what_is_free_to_a_power_of_two(monkeypatch):
     plan = dataclasses.replace(plan_trial(checked("model.dtype=float32", "cache.gpu=auto")), device=CPU)
     block = plan.block_bytes
 
     def blocks(free: int) -> int:
-        return auto_gpu_blocks(plan, GIB, free)
+        monkeypatch.setattr("pensieve.lab.compose.plan.free_host_memory_bytes", lambda: free)
+        return auto_gpu_blocks(plan, GIB)
 
     assert blocks(8 * GIB) == blocks(8 * GIB - 64 * 2**20), "a little more or less in use changes nothing"
     assert blocks(8 * GIB).bit_count() == 1

@@ -36,7 +36,7 @@ REFUSED = [
     (("+workload.user=3",), ConfigError, ["workload.user", "did you mean workload.users"]),
     # -- the plan
     (("cache.gpu=4096",), ConfigError, ["cache.gpu=4096", "8192 tokens"]),
-    (("hardware.device=tpu", "hardware=cpu"), ConfigError, ["hardware.device='tpu'", "cuda:<index>"]),
+    (("hardware.device=tpu", "hardware=cpu"), ConfigError, ["hardware.device='tpu'", "cuda"]),
     (("baseline=vllm",), EngineMissing, ["baseline=vllm"]),
     (("hardware.gpu_memory='80 tokens'",), ConfigError, ["hardware.gpu_memory is a size"]),
     (("hardware.flops=0",), ConfigError, ["hardware.flops has no value"]),
@@ -45,7 +45,7 @@ REFUSED = [
     ((*TWO, "hardware.gpus=3"), ConfigError, ["has 4 KV heads,", "among 3; use hardware.gpus=2"]),
     ((*TWO, "cache.disk=1GiB"), ConfigError, [*DIVIDED, "cache.disk=1GiB"]),
     ((*TWO, "baseline=llama_cpp"), ConfigError, [*DIVIDED, "baseline=llama_cpp"]),
-    ((*REPLICAS, "baseline=llama_cpp"), ConfigError, ["starts replicas", "change one of the two"]),
+    ((*REPLICAS, "baseline=llama_cpp"), ConfigError, ["needs replicas", "change one of the two"]),
     ((*AUTO, "baseline=gpu_only", "baseline.kv_budget=total"), ConfigError, ["kv_budget=total"]),
     ((*AUTO, "model=llama2_70b"), HardwareMissing, ["80.0 GiB on sim_a100_80g", "raise hardware.memory_share"]),
     # -- before it starts

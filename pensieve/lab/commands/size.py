@@ -53,7 +53,6 @@ class SizeSettings(BaseModel):
     cpu: list[Size] | None = Field(None, min_length=1)
     points: int = Field(6, ge=1)
     seeds: list[int] = Field([0, 1, 2, 3, 4], min_length=1)
-    of: Literal["history", "prompt"] = "history"
     knee: float = Field(0.99, gt=0.0, le=1.0)
     percentile: Literal["p50", "p90", "p99"] = "p90"
     by: Literal["trials", "reuse"] = "trials"
@@ -109,7 +108,6 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         gpu=_ascending(gpu, "size.gpu"),
         cpu=_ascending(cpu, "size.cpu"),
         seeds=tuple(dict.fromkeys(settings.seeds)),
-        of=settings.of,
         knee=settings.knee,
         percentile=settings.percentile,
         slo_ttft_ms=config.slo.ttft_ms,
@@ -212,7 +210,7 @@ def computed(load: Load, question: Question, config: TrialConfig) -> Question:
         plan = load.plan(*question.sizes(question.corner), seed)
         tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
         reuse = reuse_of(make_workload(plan, tokenizer), plan.chunk_tokens)
-        shares.append(tuple(tuple(reuse.found(own + beside, question.of) for beside in cpu) for own in gpu))
+        shares.append(tuple(tuple(reuse.found(own + beside) for beside in cpu) for own in gpu))
     return question.model_copy(update={"reuse": tuple(shares)})
 
 

@@ -4,7 +4,6 @@ imported only to ask about a real GPU.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -101,8 +100,6 @@ def find_device(hardware: HardwareConfig) -> Device:
     if hardware.simulated:
         return _simulated(hardware)
     asked = hardware.device
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
-        raise ConfigError(f"hardware.device={asked!r} is unknown; it is auto, cpu, cuda or cuda:<index>.")
     if asked == "cpu":
         return _cpu(hardware)
     import torch
@@ -185,13 +182,8 @@ def _bytes(hardware: HardwareConfig, field: str) -> int:
 def hardware_spec(hardware: HardwareConfig, device: Device, measured: MachineProfile | None = None) -> HardwareSpec:
     """The hardware in numbers, for the engine, the cost model and the simulated worker. measured: what hardware.profile
     names."""
-    spec = filled(
-        HardwareSpec,
-        hardware,
-        device=device.name,
-        gpu_memory_bytes=device.gpu_bytes // device.count,
-        cpu_memory_bytes=device.cpu_bytes // device.count,
-    )
+    memory = device.gpu_bytes // device.count
+    spec = filled(HardwareSpec, hardware, device=device.name, gpu_memory_bytes=memory)
     if measured is None:
         return spec
     return replace(
@@ -349,12 +341,12 @@ def _refuse_what_excludes_each_other(
     """slides: KV behind a window, or a state's, does not stay. Raises HardwareMissing, ConfigError."""
     cache, baseline, hardware = config.cache, config.baseline, config.hardware
     gpus, heads, windowed = device.count, model.kv_heads, bool(model.windowed_layers or model.states)
-    replicas = hardware.router != "single" and not device.simulated
     keeps_whole = (baseline.cache or {}).get("_target_") != KEEPS_WINDOWS_WHOLE
     everywhere = not model.states and model.windowed_layers == model.attending_layers
     fewer = next(count for count in range(gpus, 0, -1) if heads % count == 0)
     outside, by_one = f"baseline={baseline.name} is an engine of others", "scheduler.copy_ahead=never loads by chunks"
     kept = f"model={model.name} keeps a state" if model.states else "cache.windows=slide gives up KV behind a window"
+    routed = f"hardware.router={hardware.router} needs replicas"
     divides, disk = f"hardware.gpus={gpus} divides the model", f"cache.disk={cache.disk} keeps whole chunks"
     if slides and not device.simulated:
         raise HardwareMissing(
@@ -372,7 +364,7 @@ def _refuse_what_excludes_each_other(
         (kept, by_one, slides and windowed and config.scheduler.copy_ahead == "never"),
         (divides, outside, device.divided and baseline.engine is not None),
         (divides, disk, device.divided and has_disk),
-        (f"hardware.router={hardware.router} starts replicas", outside, replicas and baseline.engine is not None),
+        (routed, outside, hardware.router != "single" and baseline.engine is not None),
         (disk, "no path leads to a GPU's memory yet", has_disk and device.kind == "cuda"),
         (disk, f"hardware.depth={hardware.depth}", has_disk and device.kind == "cpu" and hardware.depth == 2),
         (disk, "hardware.disk_bw has no value", has_disk and device.simulated and not hardware.disk_bw),
@@ -400,15 +392,15 @@ def memory_share(device: Device, asked: float | None) -> float:
     return CPU_SHARE if device.shared else GPU_SHARE
 
 
-def auto_gpu_blocks(plan: TrialPlan, cpu_bytes: int, free_bytes: int | None = None) -> int:
+def auto_gpu_blocks(plan: TrialPlan, cpu_bytes: int) -> int:
     """Blocks of the GPU tier where cache.gpu=auto: what weights, one iteration and (on a CPU) the CPU tier leave.
 
     Simulated: exact. A GPU: from its total memory, since nothing is loaded yet; the started worker measures again, and its
-    number is used. A CPU: from its free memory (`free_bytes`, if given), rounded down to a power of two of blocks, so that
-    consecutive trials get the same although a few MB more or less are free. Raises HardwareMissing with the numbers.
+    number is used. A CPU: from its free memory, rounded down to a power of two of blocks, so that consecutive trials get the
+    same although a few MB more or less are free. Raises HardwareMissing with the numbers.
     """
     device, model = plan.device, plan.model
-    there = device.gpu_bytes if not device.shared else free_host_memory_bytes() if free_bytes is None else free_bytes
+    there = free_host_memory_bytes() if device.shared else device.gpu_bytes
     share = memory_share(device, plan.config.hardware.memory_share)
     need = model.weight_bytes + plan.activation_bytes + cpu_bytes * device.shared
     blocks = max(0, int(share * there) - need) // plan.block_bytes
@@ -430,9 +422,9 @@ def model_spec(model: ModelConfig, device: Device, measured: str | None = None) 
     architecture = folder_architecture(model.weights) if weights_kind(model) == "path" else model.architecture
     dtype: str = (measured or "bfloat16") if model.dtype == "auto" else model.dtype
     spec = replace(ModelSpec.from_architecture(model.name, architecture, dtype), architecture=dict(architecture))
-    if device.simulated and (why := spec.uncounted):
+    if device.simulated and spec.uncounted:
         raise UnsupportedModel(
-            f"model={model.name} {why}, so its times on {device.label} cannot be simulated; use hardware=local, or another "
-            "model."
+            f"model={model.name} is of an architecture ({spec.model_type or 'no model_type'}) whose parameters are not "
+            f"known, so its times on {device.label} cannot be simulated; use hardware=local, or another model."
         )
     return replace(spec, dtype="float32") if model.dtype == "auto" and device.kind == "cpu" else spec

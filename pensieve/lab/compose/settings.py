@@ -122,7 +122,7 @@ class HardwareConfig(_Group):
 
     # How a real model runs. depth: plans in flight, of a simulated machine too. graphs: YAML reads a bare off as false.
     # memory_share: what cache.gpu=auto may fill, by default nine tenths of a GPU and half of a CPU machine's free memory.
-    device: str = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|sim|cuda(:\d+)?)$")] = "auto"
     threads: Count | None = None
     depth: Literal["auto", 1, 2] = "auto"
     graphs: Literal["auto", "off", False] = "auto"

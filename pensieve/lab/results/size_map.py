@@ -40,12 +40,9 @@ SETTINGS = "size"
 """The key under which a sweep's overrides hold the question that its map answers."""
 
 SHOWN = ("found", "ttft_ms_p50", "ttft_ms_p90", "throughput_output_tok_s", "recomputed_s", "bound")
-"""What is told of a cell. found: the share of tokens whose KV was found; bound: the most of it that could be."""
+"""What is told of a cell. found: the share of history tokens whose KV was found; bound: the most of it that could be."""
 
-_RATES = {
-    "history": {"found": "miss_rate", "bound": "bound_hit_rate"},
-    "prompt": {"found": "prompt_hit_rate", "bound": "bound_prompt_hit_rate"},
-}
+_RATES = {"found": "miss_rate", "bound": "bound_hit_rate"}
 
 _SAID = {
     "met": "To meet {objective} you need {size}.",
@@ -66,7 +63,7 @@ ONE_PASS = (
 
 def metric_of(name: str) -> Metric:
     """What one of SHOWN is: its direction says whether more memory raises or lowers it, where it does anything."""
-    return metrics.metric_of(_RATES["prompt"].get(name, name))
+    return metrics.metric_of({"found": "gpu_hit_rate", "bound": "bound_hit_rate"}.get(name, name))
 
 
 class Prices(BaseModel):
@@ -91,8 +88,7 @@ class Prices(BaseModel):
 
 
 class Question(BaseModel):
-    """gpu, cpu: sizes a device, ascending, as typed into cache.gpu and cache.cpu. of: history: the share of history
-    tokens that had KV; prompt: of all prompt tokens, what others said included. slo_ttft_ms: the objective of that
+    """gpu, cpu: sizes a device, ascending, as typed into cache.gpu and cache.cpu. slo_ttft_ms: the objective of that
     percentile; None: not asked."""
 
     model_config = ConfigDict(frozen=True)
@@ -100,7 +96,6 @@ class Question(BaseModel):
     gpu: tuple[str, ...]
     cpu: tuple[str, ...]
     seeds: tuple[int, ...]
-    of: Literal["history", "prompt"] = "history"
     knee: float = Field(0.99, gt=0.0, le=1.0)
     percentile: Literal["p50", "p90", "p99"] = "p90"
     slo_ttft_ms: float | None = None
@@ -152,7 +147,7 @@ class SizeMap:
             gpu, cpu = place
             shares = zip(self.question.seeds, self.question.reuse, strict=True)
             return {seed: share[gpu][cpu] for seed, share in shares} if name == "found" else {}
-        rate = _RATES[self.question.of].get(name, name)
+        rate = _RATES.get(name, name)
         known = {seed: value for (seed, _), value in self.frame.metrics(self.cells[place], rate).items()}
         return {seed: 1.0 - value for seed, value in known.items()} if rate == "miss_rate" else known
 
@@ -289,7 +284,7 @@ class SizeMap:
             sure = "" if late.ci_high is None else f", 95 % interval up to {significant(late.ci_high)} ms"
             yield f"TTFT {q.percentile} {significant(late.value)} ms{sure}"
         own, most = (percent(self.mean(at, "found")) for at in (place, q.corner))
-        yield f"{own} % of the {'history' if q.of == 'history' else 'prompts'} found, {most} % with the largest sizes"
+        yield f"{own} % of the history found, {most} % with the largest sizes"
         if not has_interval(seeds):
             yield f"{seeds} seed{'s' * (seeds > 1)}, no recommendation below {FEWEST_GROUPS}"
         if (cost := self.an_hour(place)) is not None:

@@ -33,7 +33,6 @@ from pensieve.errors import (
     PolicyError,
     RequestFailed,
     RequestRefused,
-    TrialCrashed,
     TrialRunning,
     UnsupportedModel,
 )
@@ -534,10 +533,9 @@ def _record_death(process: BaseProcess, tracking: Tracking, crash: Path, late_s:
     else:
         how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         sentence = f"The trial's process {how}; see the trial's traceback and the log in {crash.parent}."
-    error = str(TrialCrashed(sentence))
     stack = crash.read_text(encoding="utf-8", errors="replace") if crash.is_file() else ""
-    trial_id = tracking.store.close_trial_of(pid, error, stack or None)
-    return Outcome(trial_id or 0, "failed", error=error)
+    trial_id = tracking.store.close_trial_of(pid, sentence, stack or None)
+    return Outcome(trial_id or 0, "failed", error=sentence)
 
 
 @contextmanager
