@@ -24,7 +24,7 @@ class ModelAsked(NamedTuple):
     """What decides a loaded model, beside its files.
 
     weights: "random" (from spec.architecture under `seed`, no download), "hub" (`hub_id`), or a folder written by
-    save_pretrained. device: auto, cpu, cuda or cuda:N. threads: CPU threads, all physical cores by default. attention: a
+    save_pretrained. device: cpu or cuda:N. threads: CPU threads, all physical cores by default. attention: a
     backend's name, or auto for the best that loads and passes the check with blocks of `chunk_tokens`. memory_bytes: what the
     weights may take, for whether they are packed too (packed.packable); None: what the machine has free. fused: use the
     fused forward where the architecture has one, else packed products, where that passes the check; or else transformers'

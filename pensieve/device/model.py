@@ -117,7 +117,7 @@ def load_model(asked: ModelAsked, ranks: RankGroup | None = None) -> LoadedModel
     once, and all compute in every forward.
     Raises WeightsMissing, HardwareMissing, UnsupportedModel, EngineMissing for a backend that cannot run here.
     """
-    spec, where = asked.spec, resolve_device(asked.device)
+    spec, where = asked.spec, torch.device(asked.device)
     _check_memory(spec, where, 1 if ranks is None else ranks.count)
     if ranks is not None:
         ranks.check(spec)
@@ -236,25 +236,6 @@ def load_backend(
     from pensieve.device.kernels.triton_backend import TritonBackend
 
     return TritonBackend()
-
-
-def resolve_device(device: str) -> torch.device:
-    """auto is the first GPU if there is one. Raises HardwareMissing for a GPU that is not there."""
-    if device == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if device.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise HardwareMissing(
-                f"hardware.device={device}, but this machine has no usable GPU; use hardware=cpu, or a simulated one such "
-                "as hardware=sim_a100_80g."
-            )
-        index = torch.device(device).index or 0
-        if index >= torch.cuda.device_count():
-            raise HardwareMissing(f"hardware.device={device}, but this machine has {torch.cuda.device_count()} GPU(s).")
-        return torch.device("cuda", index)
-    if device != "cpu":
-        raise HardwareMissing(f"hardware.device={device} is not supported; use auto, cpu, cuda or cuda:N.")
-    return torch.device("cpu")
 
 
 def _check_memory(spec: ModelSpec, device: torch.device, parts: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.build import _measured_before
-from pensieve.lab.compose.plan import awaits_profile, plan_trial
+from pensieve.lab.compose.plan import TrialPlan, awaits_profile, plan_trial
 from pensieve.lab.compose.settings import check, resolved
 from pensieve.lab.metrics import summarise
 from pensieve.lab.trial import machine
@@ -84,10 +84,18 @@ def h100() -> MachineProfile:
     return measured_of()
 
 
-def test_iterations_that_were_not_measured_take_what_the_machine_takes(h100):
-    plan = plan_trial(check(composed(*TIERS)))
+@pytest.fixture(scope="module")
+def plan() -> TrialPlan:
+    return plan_trial(check(composed(*TIERS)))
+
+
+def priced(profile: MachineProfile, plan: TrialPlan) -> ProfiledCost:
+    return ProfiledCost(profile, plan.model, replace(plan.hardware, step_overhead_s=0.0), 32)
+
+
+def test_iterations_that_were_not_measured_take_what_the_machine_takes(h100, plan):
     truth = simulated_cost(plan.model, plan.hardware, 32)
-    cost = ProfiledCost(h100, plan.model, replace(plan.hardware, step_overhead_s=0.0), 32)
+    cost = priced(h100, plan)
     for runs in ([(0, 300)], [(700, 1000)], [(900, 901)] * 23, [(100, 101), (1500, 1501)], [(0, 97)]):
         assert cost.iteration_s(runs, 1) == pytest.approx(truth.iteration_s(runs, len(runs)), rel=0.05)
     mixed = [(900, 901)] * 20 + [(300, 500)]
@@ -104,11 +112,9 @@ def test_iterations_that_were_not_measured_take_what_the_machine_takes(h100):
     assert cost.recompute_s(1024) == h100.costs.recompute_s(1024)  # one number for policy and simulator
 
 
-def test_what_the_host_takes_of_a_prompt_is_charged_once_a_prompt(h100):
-    plan = plan_trial(check(composed(*TIERS)))
-    hardware = replace(plan.hardware, step_overhead_s=0.0)
+def test_what_the_host_takes_of_a_prompt_is_charged_once_a_prompt(h100, plan):
     plain, slow = (
-        ProfiledCost(h100.model_copy(update={"reply": grid}), plan.model, hardware, 32)
+        priced(h100.model_copy(update={"reply": grid}), plan)
         for grid in (replies({64: (0.0,)}), replies({64: (0.25,), 192: (0.75,)}))
     )
     for runs, sampled, more in (
@@ -123,12 +129,9 @@ def test_what_the_host_takes_of_a_prompt_is_charged_once_a_prompt(h100):
         assert slow.iteration_s(runs, sampled) == pytest.approx(plain.iteration_s(runs, sampled) + more)
 
 
-def test_the_first_decodes_after_a_prefill_take_longer_with_and_without_windows(h100, tmp_path, monkeypatch):
-    plan = plan_trial(check(composed(*TIERS)))
+def test_the_first_decodes_after_a_prefill_take_longer_with_and_without_windows(h100, plan, tmp_path, monkeypatch):
     settling = h100.model_copy(update={"reply": replies({64: (0.0, 0.5, 0.25), 128: (0.0, 1.0, 0.75)})})
-    plain, cost = (
-        ProfiledCost(one, plan.model, replace(plan.hardware, step_overhead_s=0.0), 32) for one in (h100, settling)
-    )
+    plain, cost = priced(h100, plan), priced(settling, plan)
     decodes, prefill, longer, longest = [(9, 10)], [(0, 64), (9, 10)], [(0, 96)], [(0, 64), (0, 256)]
     asked = [decodes, prefill, decodes, decodes, decodes, longer, decodes, decodes, longest, decodes, decodes, decodes]
     more = [cost.iteration_s(runs, 1) - plain.iteration_s(runs, 1) for runs in asked]
@@ -147,9 +150,8 @@ def test_the_first_decodes_after_a_prefill_take_longer_with_and_without_windows(
     assert told() == windows
 
 
-def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
+def test_the_time_of_the_host_is_what_neither_grid_knows(h100, plan):
     """On a simulated machine whose iterations are known, less what grids are told to have seen of them."""
-    plan = plan_trial(check(composed(*TIERS)))
     truth = simulated_cost(plan.model, plan.hardware, 32)
 
     def measured(step_s: float, prompt_s: float):
@@ -205,8 +207,7 @@ def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):
     assert cpu.engine.scheduler.settings.copy_ahead == "never", "a CPU makes no copies ahead of time"
 
 
-def test_a_machine_is_measured_whole_and_at_the_prices_of_a_trial(h100):
-    plan = plan_trial(check(composed(*TIERS)))
+def test_a_machine_is_measured_whole_and_at_the_prices_of_a_trial(h100, plan):
     found = measure_machine(plan, 1, 1e9)
     assert (found.decode.rows[0], found.prefill.rows[:2], found.reply.rows[0]) == (1, (2, 4), 32)
     assert found.decode.at(1, 512) == pytest.approx(h100.decode.at(1, 512), rel=1e-6)
@@ -272,20 +273,13 @@ def test_a_real_trial_and_its_simulation_record_the_same_measurement(h100, tmp_p
     assert MEASURED_AT not in simulated
 
 
-def test_a_simulation_whose_machine_nobody_has_measured_says_what_to_run(tmp_path):
-    load = ("hardware=sim_paired", *TIERS)
-    with pytest.raises(ConfigError, match=r"hardware\.profile"):
-        plan_trial(check(composed(*load)))
-    fields = composed(*load, f"trial.measure_machine={tmp_path}/none.json")
-    tracking = open_tracking(check(fields).tracking)
-    with pytest.raises(ConfigError, match=r"no .*/none\.json yet: .* Run hardware=local before hardware=sim_paired"):
-        run_trial(Job("one", tmp_path, resolved(fields)), tracking)
-
-
-def test_a_profile_of_something_else_is_refused_in_a_sentence(h100, tmp_path):
+def test_a_profile_of_something_else_or_that_nobody_has_measured_is_refused_in_a_sentence(h100, tmp_path):
     file = tmp_path / "machine.json"
     h100.write(file)
     assert read_profile(str(file)) == h100
+    fields = composed("hardware=sim_paired", *TIERS, f"trial.measure_machine={tmp_path}/none.json")
+    with pytest.raises(ConfigError, match=r"no .*/none\.json yet: .* Run hardware=local before hardware=sim_paired"):
+        run_trial(Job("one", tmp_path, resolved(fields)), open_tracking(check(fields).tracking))
 
     def planned(*overrides: str) -> None:
         plan_trial(check(composed("hardware=sim_profile", f"hardware.profile={file}", *overrides)))
@@ -295,6 +289,7 @@ def test_a_profile_of_something_else_is_refused_in_a_sentence(h100, tmp_path):
         ("model=llama_25m", r"measured with model tiny, and this trial has llama_25m"),
         ("cache.chunk_tokens=16", r"chunk_tokens 32, and this trial has 16"),
         (f"hardware.profile={tmp_path}/absent", r"no profile at .*absent; measure one with python runners/profile\.py"),
+        ("hardware.profile=null", r"hardware\.profile"),
     ):
         with pytest.raises(ConfigError, match=words):
             planned(other)

@@ -27,7 +27,9 @@ _TOLERANCE = 1e-3  # of a logit: two tokens this close are a tie
 def tiny(name: str = "llama", fused: bool = True, dtype: str = "float32", attention: str = "auto") -> LoadedModel:
     """On the stand-in, which must be in place."""
     spec = ModelSpec.from_architecture(name, ARCHITECTURES[name], dtype)
-    return load_model(ModelAsked(spec, device="cuda", threads=1, fused=fused, attention=attention, chunk_tokens=CHUNK))
+    return load_model(
+        ModelAsked(spec, device="cuda:0", threads=1, fused=fused, attention=attention, chunk_tokens=CHUNK)
+    )
 
 
 @cache

@@ -53,7 +53,7 @@ def test_what_auto_reserves_is_what_is_taken(device):
     large, so that the sampler takes more than the forward."""
     options = TorchOptions(max_batch_tokens=8, max_batch_requests=4, memory_share=0.02)
     spec = tiny_spec("llama", vocab_size=4096)
-    model = load_model(ModelAsked(spec, device="cuda", threads=1, chunk_tokens=CHUNK))
+    model = load_model(ModelAsked(spec, device="cuda:0", threads=1, chunk_tokens=CHUNK))
     block_bytes = CHUNK * model.spec.kv_bytes_per_token
     worker = TorchWorker(model, CHUNK, WallClock(), options=options)
     gc.collect()

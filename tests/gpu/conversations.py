@@ -64,7 +64,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @cache
 def small_model(
-    name: str, chunk_tokens: int = 32, dtype: str = "float32", device: str = "cuda", fused: bool = True
+    name: str, chunk_tokens: int = 32, dtype: str = "float32", device: str = "cuda:0", fused: bool = True
 ) -> LoadedModel:
     """float32, so that tokens can be compared one by one."""
     spec = ModelSpec.from_architecture(name, SIZES[name], dtype)

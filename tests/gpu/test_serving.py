@@ -95,11 +95,17 @@ def test_a_launch_waits_for_nothing(temperature: float) -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "depth", "fused", "device"),
     [
-        ("llama", "load", 2, True, "cuda"),
-        ("llama", "hybrid", 2, True, "cuda"),
-        ("llama", "recompute", 1, True, "cuda"),
-        ("gemma2", "hybrid", 2, True, "cuda"),
-        ("llama", "load", 2, False, "cuda"),  # transformers' modules may wait somewhere: then the eager forward serves
+        ("llama", "load", 2, True, "cuda:0"),
+        ("llama", "hybrid", 2, True, "cuda:0"),
+        ("llama", "recompute", 1, True, "cuda:0"),
+        ("gemma2", "hybrid", 2, True, "cuda:0"),
+        (
+            "llama",
+            "load",
+            2,
+            False,
+            "cuda:0",
+        ),  # transformers' modules may wait somewhere: then the eager forward serves
         ("llama", "load", 2, True, "cuda:1"),
     ],
 )

@@ -67,7 +67,7 @@ def test_what_is_chosen_leaves_nothing_behind_and_is_in_the_record() -> None:
     _, note = choose_copier(pools)
     assert not pools.gpu.any() and not pools.cpu.any()
     assert "wrongly" not in note and "Error" not in note, note
-    model = load_model(ModelAsked(spec, device="cuda", attention="reference"))
+    model = load_model(ModelAsked(spec, device="cuda:0", attention="reference"))
     worker = TorchWorker(model, 32, WallClock(), options=TorchOptions(max_batch_requests=4, graphs=False))
     assert worker.start(100, 100).settings["copies"] == note
     worker.close()

@@ -210,14 +210,16 @@ class Together:
 def load_part(setup: Setup, number: int) -> TorchWorker:
     """This rank's worker: loads its part of the model, as all the others do. Its times are time.perf_counter's, which all
     processes of a machine share. Raises what load_model raises."""
-    from pensieve.device.model import load_model, resolve_device
+    import torch
+
+    from pensieve.device.model import load_model
     from pensieve.device.sharding import RankGroup
     from pensieve.device.worker import TorchWorker
     from pensieve.serve.systems.base import WallClock
 
     device, store = setup.devices[number], setup.store
     assert store is not None
-    ranks = RankGroup.join(number, len(setup.devices), resolve_device(device), store)
+    ranks = RankGroup.join(number, len(setup.devices), torch.device(device), store)
     asked = setup.asked._replace(device=device)
     return TorchWorker(load_model(asked, ranks), asked.chunk_tokens, WallClock(0), options=setup.options)
 

@@ -26,12 +26,11 @@ def plain_module(setup: EngineSetup) -> Any:
     """A transformers module on its own attention (sdpa), loaded as our engine loads it. Raises what load_module raises."""
     import torch
 
-    from pensieve.device.model import resolve_device
     from pensieve.device.weights import load_module
 
     torch.set_num_threads(setup.threads)
     asked = ModelAsked(setup.model, setup.weights, setup.hub_id, setup.revision, setup.seed)
-    module = load_module(asked, resolve_device(setup.device))
+    module = load_module(asked, torch.device(setup.device))
     module.set_attn_implementation("sdpa")
     return module
 
