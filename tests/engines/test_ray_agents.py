@@ -82,7 +82,7 @@ def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing(capfd
 
     setup = setup_of()
     module, before = plain_module(setup), descendants()
-    with ray_cluster(2, 0, True):
+    with ray_cluster(2, 0):
         first = _actors_until_memory_ends(setup, module)
         _tasks_keep_nothing(setup, first)
     assert not descendants() - before, "Ray ends with the block that began it"
@@ -95,14 +95,14 @@ def _actors_until_memory_ends(setup: EngineSetup, module: Any) -> list[int]:
     system = begun(engine)
     [warm] = served(system, ask(1, "warmup-0", prompt(30, start=3), phase="warmup"))
     assert warm.status == "completed"
-    [pid] = engine._processes()
+    [pid] = engine._pids
     one = resident_bytes(pid)
     assert one > 50e6, "a process of its own, with torch and a model"
 
     watch = engine._watch
     watch.limit_bytes = int(1.3 * one)
     [turn] = served(system, ask(2, "agent-0", prompt(40)))
-    assert engine._processes() == [pid], "the agent took the warmed actor over"
+    assert engine._pids == [pid], "the agent took the warmed actor over"
     assert list(turn.token_ids) == greedy(module, prompt(40), 6) and turn.gpu_hit_tokens == 0
 
     [beyond, later] = served(system, *(ask(n, f"agent-{n}", prompt(40, start=n)) for n in (3, 4)))

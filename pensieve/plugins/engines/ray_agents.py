@@ -5,18 +5,15 @@ import secrets
 import sys
 import threading
 import time
-from abc import abstractmethod
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-
-import psutil
+from typing import Any, ClassVar, NamedTuple
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
@@ -36,10 +33,12 @@ START_S = 120.0
 READY = "Ray runtime started"
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """load_s: weights to memory, without imports. start_s: of the whole, imports included."""
+class _Actor(NamedTuple):
+    """handle: Ray's, of a Replica. pid: of its process. load_s: weights to memory, without imports. start_s: of the whole,
+    imports included."""
 
+    handle: Any
+    pid: int
     load_s: float
     start_s: float
 
@@ -49,31 +48,28 @@ class _RayAgents(OutsideEngine):
     cache.gpu.
 
     hardware.cpu_memory is what the processes of all agents may have resident together: the one that was started last is
-    killed beyond it. Without it Ray kills when the machine itself is nearly full. A process packs its weights where an engine
-    would whose limit is its share: that limit by the number of processes that are there at a time.
+    killed beyond it. Ray kills when the machine itself is nearly full. A process packs its weights where an engine would
+    whose limit is its share: that limit by the number of processes that hold a model at a time when all agents ask.
     """
 
     can = Capabilities(cancels=False)
+    stays: ClassVar[bool]
+    """A process is an agent's own, and not a step's."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         longest = setup.longest_tokens or setup.kv_tokens
         self._kv_tokens = longest + setup.block_tokens  # the last block is filled in part
         self._gpu_share = GPU_SHARE if setup.device.startswith("cuda") else 0.0
-        limit = setup.memory_bytes
-        self._share_bytes = None if limit is None else limit // self._at_a_time(max(1, setup.conversations or 1))
-        self._watch = MemoryWatch(limit, self._processes, kills=True)
-        self._starts: list[Started] = []
+        limit, at_a_time = setup.memory_bytes, max(1, setup.conversations or 1)
+        if not self.stays:  # on a CPU each asks for all of the cluster
+            at_a_time = min(at_a_time, int(1 / self._gpu_share)) if self._gpu_share else 1
+        self._share_bytes = None if limit is None else limit // at_a_time
+        self._pids: list[int] = []  # of processes that hold a model or are about to, in the order of their starts
+        self._watch = MemoryWatch(limit, lambda: list(self._pids), kills=True)
+        self._starts: list[_Actor] = []
         self._open = ExitStack()
         self._closing = False
-
-    @abstractmethod
-    def _at_a_time(self, agents: int) -> int:
-        """Processes that hold a model at a time when all of them ask."""
-
-    @abstractmethod
-    def _processes(self) -> list[int]:
-        """Ids of those that hold a model or are about to, in the order in which they were started."""
 
     def check(self) -> None:
         if find_spec("ray") is None:
@@ -90,8 +86,7 @@ class _RayAgents(OutsideEngine):
         began, setup = time.perf_counter(), self._setup
         folder = model_folder(setup)  # as any model comes: a file that each process reads
         self._setup = replace(setup, weights=str(folder), tokenizer=None)
-        killer = setup.memory_bytes is None
-        self._open.enter_context(ray_cluster(setup.threads, 1 if self._gpu_share else 0, killer))
+        self._open.enter_context(ray_cluster(setup.threads, 1 if self._gpu_share else 0))
         self._open.enter_context(self._watch)
         settings = {
             "engine": "Ray",
@@ -114,16 +109,48 @@ class _RayAgents(OutsideEngine):
                 return ray.get(done[0])
         raise RequestFailed("The engine was closed.")
 
-    def _failure(self, error: Exception, pid: int | None) -> Exception:
-        """What an error of Ray means for the request whose process had that id, where it is known."""
+    def _start(self) -> _Actor:
+        """An actor that has loaded the model, as soon as Ray has the CPUs that a step asks for."""
         import ray
 
-        cause, killed = getattr(error, "cause", None), self._watch.killed
+        cpus = 0 if self.stays or self._gpu_share else self._setup.threads
+        kind = ray.remote(num_cpus=cpus, num_gpus=self._gpu_share, max_restarts=0)(Replica)
+        handle, pid = kind.remote(self._setup, self._kv_tokens, self._share_bytes), None
+        try:
+            pid = self._result(handle.pid.remote())
+            self._pids.append(pid)
+            actor = _Actor(handle, pid, *self._result(handle.load.remote()))
+        except ray.exceptions.RayError as error:
+            self._kill(handle, pid)
+            raise self._failure(error, pid) from error
+        self._starts.append(actor)
+        return actor
+
+    def _ask(self, actor: _Actor, request: Request) -> Reply:
+        import ray
+
+        try:
+            reply: Reply = self._result(actor.handle.answer.remote(request))
+        except ray.exceptions.RayError as error:
+            raise self._failure(error, actor.pid) from error
+        return reply
+
+    def _kill(self, handle: Any, pid: int | None) -> None:
+        import ray
+
+        ray.kill(handle)
+        if pid is not None:
+            self._pids.remove(pid)
+
+    def _failure(self, error: Exception, pid: int | None) -> Exception:
+        """What an error of Ray means for the request whose process had that id."""
+        import ray
+
+        cause = getattr(error, "cause", None)
         if isinstance(cause, (RequestRefused, RequestFailed)):
             return cause
-        died = isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError))
         no_room = isinstance(cause, MemoryError) or isinstance(error, ray.exceptions.OutOfMemoryError)
-        if no_room or pid in killed or (died and pid is None and killed):
+        if no_room or pid in self._watch.killed:
             return self._ran_out()
         return RequestFailed(f"Ray failed the request: {cause or error}")
 
@@ -156,33 +183,21 @@ class RayKeepalive(_RayAgents):
     next agent that has none.
     """
 
+    stays = True
+
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
-        self._actors: dict[str, tuple[Any, int]] = {}  # by agent: a handle, and the id of its process
+        self._actors: dict[str, _Actor] = {}  # by agent
         self._warmed: list[str] = []  # those of them that have served warm-ups alone
-        self._pids: list[int] = []
         self._starting = threading.Lock()  # one process starts at a time
         self._full = False
 
-    def _at_a_time(self, agents: int) -> int:
-        return agents
-
-    def _processes(self) -> list[int]:
-        return list(self._pids)
-
     def answer(self, request: Request, channel: Channel) -> Reply:
-        import ray
-
-        pid = None
-        try:
-            with self._starting:
-                if request.session not in self._actors and not self._take_over(request):
-                    self._begin(request)
-                handle, pid = self._actors[request.session]
-            reply: Reply = self._result(handle.answer.remote(request))
-        except ray.exceptions.RayError as error:
-            raise self._failure(error, pid) from error
-        return reply
+        with self._starting:
+            if request.session not in self._actors and not self._take_over(request):
+                self._begin(request)
+            actor = self._actors[request.session]
+        return self._ask(actor, request)
 
     def _take_over(self, request: Request) -> bool:
         """Whether there is an actor that only warm-ups have used, and this request is none."""
@@ -190,67 +205,43 @@ class RayKeepalive(_RayAgents):
 
         if request.phase == "warmup" or not self._warmed:
             return False
-        handle, pid = self._actors.pop(self._warmed.pop(0))
+        actor = self._actors.pop(self._warmed.pop(0))
         with suppress(ray.exceptions.RayError):  # it died: the agent needs one of its own
-            self._result(handle.forget.remote())
-            self._actors[request.session] = handle, pid
+            self._result(actor.handle.forget.remote())
+            self._actors[request.session] = actor
         return request.session in self._actors
 
     def _begin(self, request: Request) -> None:
-        import ray
-
         if self._full:
             raise self._ran_out()
-        actor = ray.remote(num_cpus=0, num_gpus=self._gpu_share, max_restarts=0)(Replica)
-        handle, pid = actor.remote(self._setup, self._kv_tokens, self._share_bytes), None
         try:
-            pid = self._result(handle.pid.remote())
-            self._pids.append(pid)
-            self._starts.append(self._result(handle.load.remote()))
-        except ray.exceptions.RayError as error:
-            failure = self._failure(error, pid)
-            self._full = isinstance(failure, MemoryRanOut)
-            raise failure from error
-        self._actors[request.session] = handle, pid
+            self._actors[request.session] = self._start()
+        except MemoryRanOut:
+            self._full = True
+            raise
         if request.phase == "warmup":
             self._warmed.append(request.session)
 
 
 class RayServerless(_RayAgents):
-    """A fresh process a step: it loads the weights, computes the whole prompt, answers, and keeps nothing. Ray's own queue
+    """A fresh process a step: it loads the weights, computes the whole prompt, answers, and is killed. Ray's own queue
     decides how many run at once: each asks for the CPUs that it computes with, or for a hundredth of the GPU."""
 
-    def _at_a_time(self, agents: int) -> int:
-        return min(agents, int(1 / self._gpu_share)) if self._gpu_share else 1  # each asks for all CPUs of the cluster
+    stays = False
 
     def answer(self, request: Request, channel: Channel) -> Reply:
-        import ray
-
-        cpus = 0 if self._gpu_share else self._setup.threads
-        task = ray.remote(num_cpus=cpus, num_gpus=self._gpu_share, max_calls=1, max_retries=0)(answer_once)
+        actor = self._start()
         try:
-            reply, started = self._result(task.remote(self._setup, self._kv_tokens, self._share_bytes, request))
-        except ray.exceptions.RayError as error:
-            raise self._failure(error, None) from error
-        self._starts.append(started)
-        result: Reply = reply
-        return result
-
-    def _processes(self) -> list[int]:
-        """Ray's workers that serve at this moment, which are descendants of this process."""
-        serve: list[tuple[float, int]] = []
-        for one in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                if answer_once.__name__ in " ".join(one.cmdline()):
-                    serve.append((one.create_time(), one.pid))
-        return [pid for _, pid in sorted(serve)]
+            return self._ask(actor, request)
+        finally:
+            self._kill(actor.handle, actor.pid)
 
 
 # -- a Ray of our own, gone with its trial, also after kill -9 ---------------------------------------------------------
 
 
 @contextmanager
-def ray_cluster(cpus: int, gpus: int, killer: bool) -> Iterator[None]:
+def ray_cluster(cpus: int, gpus: int) -> Iterator[None]:
     """One node and this process connected to it, while the block runs. No dashboard, no usage report. A Ray that this process
     is connected to already serves, and is left as it is.
 
@@ -258,7 +249,7 @@ def ray_cluster(cpus: int, gpus: int, killer: bool) -> Iterator[None]:
     listens on every interface whatever address it is given, so each cluster has a token of its own, without which nobody is
     served.
 
-    cpus: what tasks may ask for. killer: let Ray kill workers when the machine's memory is nearly full. Raises EngineFailed.
+    cpus: what actors may ask for. Raises EngineFailed.
     """
     import ray
     from ray._private import auto_init_hook, worker
@@ -273,7 +264,7 @@ def ray_cluster(cpus: int, gpus: int, killer: bool) -> Iterator[None]:
     with ExitStack() as opened:
         # Short: its sockets' paths may not exceed 107 characters. Ray lets everybody read and write in what is inside of it.
         folder = opened.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
-        opened.enter_context(own_environment(RAY_memory_monitor_refresh_ms="250" if killer else "0"))
+        opened.enter_context(own_environment())
         port = free_port()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", "--include-dashboard=false"]
@@ -287,7 +278,7 @@ def ray_cluster(cpus: int, gpus: int, killer: bool) -> Iterator[None]:
 
 
 @contextmanager
-def own_environment(**more: str) -> Iterator[None]:
+def own_environment() -> Iterator[None]:
     """The environment of a cluster and of its driver, this process, while the block runs: a token of its own, nothing
     reported, and our package to be found."""
     from ray import _raylet
@@ -297,7 +288,6 @@ def own_environment(**more: str) -> Iterator[None]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")))),
-        **more,
     }
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
@@ -313,7 +303,7 @@ def own_environment(**more: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# -- in the process of an actor or a task -----------------------------------------------------------------------------------
+# -- in the process of an actor ---------------------------------------------------------------------------------------------
 
 
 class Replica:
@@ -328,8 +318,9 @@ class Replica:
     def pid(self) -> int:
         return os.getpid()
 
-    def load(self) -> Started:
-        """A call of its own, so that whoever watches its memory knows the process before. Raises MemoryError."""
+    def load(self) -> tuple[float, float]:
+        """load_s and start_s of an _Actor. A call of its own, so that whoever watches its memory knows the process before.
+        Raises MemoryError."""
         began = time.perf_counter()
         from pensieve.core.cache.two_tier import TwoTierCache
         from pensieve.core.policies.lru import Lru
@@ -376,7 +367,7 @@ class Replica:
             raise
         self._offset_s = time.perf_counter() - clock.now_s()
         assert report.load_s is not None, "a process of its own shares no model"
-        return Started(report.load_s, time.perf_counter() - began)
+        return report.load_s, time.perf_counter() - began
 
     def answer(self, request: Request) -> Reply:
         """Raises RequestRefused, RequestFailed, MemoryError."""
@@ -400,15 +391,3 @@ class Replica:
 
     def close(self) -> None:
         self._system.close()
-
-
-def answer_once(
-    setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, request: Request
-) -> tuple[Reply, Started]:
-    """One request on a Replica that exists for it alone."""
-    replica = Replica(setup, kv_tokens, memory_bytes)
-    started = replica.load()
-    try:
-        return replica.answer(request), started
-    finally:
-        replica.close()
