@@ -9,10 +9,9 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hydra import compose, initialize_config_dir
 
@@ -22,7 +21,7 @@ from pensieve.lab.commands.advise.replays import Source, Task, replayed
 from pensieve.lab.compose.conf import conf_folder, read_option
 from pensieve.lab.traffic.table import BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt, write
 from pensieve.specs import ModelSpec
-from tests.engines.offload_loads import BATCH, BLOCK, LOADS, OWN, RANKED, Hits, Load, with_orders
+from tests.engines.offload_loads import BATCH, BLOCK, OWN, RANKED, Hits, Load, with_orders
 from tests.engines.offload_loads import recorded as in_vllm
 from tests.engines.small import setup_of
 
@@ -54,12 +53,18 @@ def kept(name: str) -> dict[str, list[Row]]:
     return {of: [Row(*one) for one in rows] for of, rows in content.items()}
 
 
+TURNS = ("strict turns", "random 21", "random turns, shared 128", "random turns, forks 0.5", "weka", "agents", "dialogues",
+         "random turns, whole blocks")  # fmt: skip
+"""Of sixteen conversations each; where a shape has this name, it is that one."""
+
+
 def loads() -> list[Load]:
     """Eight, each with a CPU tier and without, one request at a time and four at once."""
-    eight = (RANKED[0], RANKED[3], *RANKED[6:11], LOADS[12])
-    alike: dict[str, Any] = {"device": DEVICE, "conversations": 16, "replies": 4, "order": "lru", "prompt_only": True}
     return [
-        replace(one, host=host, at_once=at_once, **alike) for host in (HOST, 0) for at_once in (1, 4) for one in eight
+        Load(shape, "lru", DEVICE, host, prompt_only=True, at_once=at_once)
+        for host in (HOST, 0)
+        for at_once in (1, 4)
+        for shape in TURNS
     ]
 
 
@@ -129,12 +134,10 @@ def check(load: Load, path: Path, *more: str, real: Sequence[Hits] | None = None
 
 def predictions(ranked: Sequence[Load] = RANKED) -> Iterator[tuple[str, Load]]:
     """Of what was recorded with 64 + 90 blocks and lru: sizes and orders of which offload_hits.json has what vLLM found."""
-    for source in loads():
-        size: dict[str, Any] = {"device": DEVICE, "host": HOST, "prompt_only": True}
-        for alike in ranked:
-            conversations = source.conversations if alike.shape else alike.conversations  # a shape has its own
-            if replace(alike, **size, conversations=conversations) == source:
-                yield from ((source.name, one) for one in with_orders(alike))
+    for alike in ranked:
+        source = Load(alike.shape, "lru", DEVICE, HOST, prompt_only=True)
+        if source in loads():
+            yield from ((source.name, one) for one in with_orders(alike))
 
 
 def predicted(source: str, load: Load, folder: Path) -> Apart:

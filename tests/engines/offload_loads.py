@@ -56,42 +56,29 @@ class Hits(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """strict: conversations come one after the other, else at random and some more often. shared: tokens that all of them
-    begin with. forks: of the conversations, the share that begins with a part of another one. whole: prompts end where a
-    block ends, and some are asked again. device, host: blocks of the first tier, chunks of the second. shape: of
-    offload_shapes.json, in place of all that: by request its conversation, the request whose leading tokens it has (of prompt
-    and reply), how many of them, and tokens of its own and of its reply. A policy's clock says the number of the request, in
-    seconds."""
+    """shape: of offload_shapes.json: by request its conversation, the request whose leading tokens it has (of prompt and
+    reply), how many of them, and tokens of its own and of its reply. device, host: blocks of the first tier, chunks of the
+    second. A policy's clock says the number of the request, in seconds.
 
-    seed: int
-    strict: bool
+    In `strict` shapes conversations come one after the other, in `random` ones at random, and some more often. shared: tokens
+    that all begin with. forks: the share of conversations that begin with a part of another one. whole blocks: prompts end
+    where a block ends, and some are asked again. weka (of kv-cache-tester), agents (lmcache-agent-trace, mini-swe), dialogues
+    (MT-Bench-101): recordings, all Apache-2.0; a token stands for a block of 64, for 16 characters, for a word.
+    """
+
+    shape: str
     order: str
     device: int = 32
     host: int = 40
     blocks_per_chunk: int = 1
     prompt_only: bool = False
-    shared: int = 0
-    forks: float = 0.0
-    conversations: int = 9
-    whole: bool = False
-    shape: str = ""
-    requests: int = 90
-    replies: int = 16
     at_once: int = 1
 
     @property
     def name(self) -> str:
-        said = {
-            f"{self.at_once} at once": self.at_once > 1,
-            self.shape or ("strict" if self.strict else "random"): True,
-            f"{self.order}, {self.device} + {self.host} x {self.blocks_per_chunk}": True,
-            "prompts": self.prompt_only,
-            "whole blocks": self.whole,
-            "short replies": self.replies < 16 and not self.shape,
-            f"shared {self.shared}": self.shared,
-            f"forks {self.forks}": self.forks,
-        }
-        return ", ".join(word for word, holds in said.items() if holds)
+        size = f"{self.device} + {self.host} x {self.blocks_per_chunk}"
+        more = ", prompts" * self.prompt_only + f", {self.at_once} at once" * (self.at_once > 1)
+        return f"{self.shape}, {self.order}, {size}{more}"
 
     @property
     def cache(self) -> dict[str, Any]:
@@ -117,78 +104,50 @@ class Load:
         host_tokens = self.host * self.blocks_per_chunk * BLOCK
         return setup_of("wide_llama", kv_tokens=self.device * BLOCK, host_tokens=host_tokens, batch_tokens=BATCH)
 
-    def turns(self) -> Iterator[tuple[str, Callable[[dict[str, list[int]]], list[int]], int]]:
-        """Of each request: its conversation, its prompt (of all histories so far) and the length of its reply."""
-        rng = random.Random(self.seed)
-        if self.shape:
-            for row in json.loads(SHAPES.read_text())[self.shape]["rows"]:
-                new = [rng.randrange(10, 250) for _ in range(row[3])]
-                yield f"{row[0]}", partial(_continued, f"#{row[1]}", row[2], new), row[4]
-            return
-        opening = [11 + 7 * place % 200 for place in range(self.shared)]
-        slots = {slot: f"{slot}.0" for slot in range(self.conversations)}
-        length: dict[str, int] = {}
-        asked: dict[str, int] = {}
-        often = [0, 0, 0, 1, 1, 2, *slots]
-        for number in range(self.requests):
-            slot = number % self.conversations if self.strict else rng.choice(often)
-            name, keep, parent = slots[slot], None, None
-            if length.get(name, 0) > rng.choice((300, 420)):
-                name = slots[slot] = f"{slot}.{number}"
-            if name not in length and length and rng.random() < self.forks:
-                parent = rng.choice(sorted(length))
-                keep = rng.randint(1, length[parent])
-            new = [rng.randrange(10, 250) for _ in range(rng.choice((64, 64, 33, rng.randrange(1, 90))))]
-            if name not in length and parent is None:
-                new = opening + new
-            reply = rng.choice((self.replies, self.replies, 1, rng.randrange(1, 5 * self.replies // 2)))
-            before = length.get(name, 0) if parent is None else keep or 0
-            if self.whole and parent is None and name in asked and rng.random() < 0.3:
-                before, keep, new = asked[name], asked[name], []
-            elif self.whole:
-                new += [7] * (-(before + len(new)) % BLOCK)
-            asked[name] = before + len(new)
-            length[name] = before + len(new) + reply
-            yield name, partial(_continued, parent or name, keep, new), reply
+    @property
+    def rows(self) -> list[list[int]]:
+        found: list[list[int]] = json.loads(SHAPES.read_text())[self.shape]
+        return found
+
+    def turns(self) -> Iterator[tuple[str, Callable[[Mapping[str, list[int]]], list[int]], int]]:
+        """Of each request: its conversation, its prompt (of all that was said so far) and the length of its reply."""
+        rng = random.Random(self.shape)
+        for conversation, parent, keep, new, reply in self.rows:
+            own = [rng.randrange(10, 250) for _ in range(new)]
+            yield f"{conversation}", partial(_continued, f"#{parent}", keep, own), reply
 
 
-def _continued(source: str, keep: int | None, new: list[int], said: Mapping[str, list[int]]) -> list[int]:
+def _continued(source: str, keep: int, new: list[int], said: Mapping[str, list[int]]) -> list[int]:
     return said.get(source, [])[:keep] + new
 
 
 LOADS = (
-    Load(0, True, "lru"),
-    Load(1, True, "arc"),
-    Load(2, False, "lru"),
-    Load(3, False, "arc"),
-    Load(4, False, "lru", prompt_only=True),
-    Load(5, False, "arc", prompt_only=True, shared=64),
-    Load(6, False, "lru", blocks_per_chunk=2, host=20, shared=64, forks=0.5),
-    Load(7, False, "arc", blocks_per_chunk=3, host=14, prompt_only=True, shared=100, forks=0.5),
-    Load(8, True, "lru", device=24, host=90, prompt_only=True, shared=64),
-    Load(9, False, "arc", device=24, host=45, blocks_per_chunk=2, shared=64, forks=0.3),
-    Load(10, False, "lru", host=22, shared=64, forks=0.3),
-    Load(11, True, "arc", device=24, host=60, conversations=5),
-    Load(12, False, "lru", whole=True),
-    Load(13, True, "arc", device=24, host=60, conversations=5, whole=True, shared=32),
-    Load(14, False, "lru", device=24, host=30, blocks_per_chunk=2, prompt_only=True, whole=True),
+    Load("strict 0", "lru"),
+    Load("strict 1", "arc"),
+    Load("random 2", "lru"),
+    Load("random 3", "arc"),
+    Load("random 4", "lru", prompt_only=True),
+    Load("random 5, shared 64", "arc", prompt_only=True),
+    Load("random 6, shared 64, forks 0.5", "lru", 32, 20, 2),
+    Load("random 7, shared 100, forks 0.5", "arc", 32, 14, 3, prompt_only=True),
+    Load("strict 8, shared 64", "lru", 24, 90, prompt_only=True),
+    Load("random 9, shared 64, forks 0.3", "arc", 24, 45, 2),
+    Load("random 10, shared 64, forks 0.3", "lru", 32, 22),
+    Load("strict 11", "arc", 24, 60),
+    Load("random 12, whole blocks", "lru"),
+    Load("strict 13, whole blocks, shared 32", "arc", 24, 60),
+    Load("random 14, whole blocks", "lru", 24, 30, 2, prompt_only=True),
 )
-
-FOUR = partial(Load, conversations=16, requests=160, at_once=4)
 AT_ONCE = (
-    FOUR(30, True, "lru", 64, 60),
-    FOUR(31, False, "arc", 64, 60, shared=64),
-    FOUR(32, False, "lru", 48, 30, 2, prompt_only=True, shared=64),
-    FOUR(33, False, "lru", 32, 40),
+    Load("strict 30", "lru", 64, 60, at_once=4),
+    Load("random 31, shared 64", "arc", 64, 60, at_once=4),
+    Load("random 32, shared 64", "lru", 48, 30, 2, prompt_only=True, at_once=4),
+    Load("random 33", "lru", at_once=4),
 )
-SHORT = partial(Load, order="lru", device=32, replies=4)
 RANKED = (
-    *(SHORT(20, True, host=host, conversations=9) for host in (40, 60, 90)),
-    *(SHORT(21, False, host=host, conversations=16) for host in (40, 60, 90)),
-    SHORT(22, False, host=60, shared=128),
-    SHORT(23, False, host=60, forks=0.5),
-    *(SHORT(24, False, host=60, shape=shape) for shape in ("weka", "agents")),
-    SHORT(24, False, host=40, shape="dialogues"),
+    *(Load(shape, "lru", host=host) for shape in ("strict 20", "random 21") for host in (40, 60, 90)),
+    *(Load(shape, "lru", host=60) for shape in ("random 22, shared 128", "random 23, forks 0.5", "weka", "agents")),
+    Load("dialogues", "lru"),
 )
 """Asked with each of ORDERS."""
 
@@ -253,7 +212,7 @@ def asked(load: Load, engine: TalkingEngine) -> tuple[list[Hits], list[list[int]
                 assert event.turn.status == "completed", event.turn.error
                 number, reply = event.request_id, list(event.turn.token_ids)
                 replies[number] = reply
-                said[running[number]] = said[f"#{number}"] = said[f"#{number}"] + reply
+                said[f"#{number}"] += reply
                 ended.append(number)
         check_cache(engine.cache)
         return engine.progressed
@@ -285,11 +244,11 @@ def theirs(load: Load, engine: Asked) -> tuple[list[Hits], list[Heard], list[lis
 
     def take() -> None:
         for one in wait(running, return_when=FIRST_COMPLETED).done:
-            answer, (number, name) = one.result(), running.pop(one)
+            answer, (number, _) = one.result(), running.pop(one)
             assert answer.cached_tokens is not None
             behind = answer.cached_on_host or 0
             found[number] = Hits(answer.cached_tokens - behind, behind)
-            said[name] = said[f"#{number}"] = [*prompts[number], *heard[number]]
+            said[f"#{number}"] = [*prompts[number], *heard[number]]
 
     with ThreadPoolExecutor(load.at_once) as pool:
         for number, (name, prompt, reply) in enumerate(load.turns()):
@@ -300,6 +259,7 @@ def theirs(load: Load, engine: Asked) -> tuple[list[Hits], list[Heard], list[lis
             request = Request(number, name, number, tokens_of(prompts[-1]), Length(reply))
             engine.sent.clear()
             running[pool.submit(engine.answer, request, heard[-1])] = number, name
+            said[f"#{number}"] = prompts[-1]
             engine.sent.wait()
         while running:
             take()
@@ -360,13 +320,7 @@ def differing(real: Sequence[Hits], own: Sequence[Hits]) -> int:
 
 def asked_tokens(load: Load) -> int:
     """Tokens of all prompts."""
-    said: dict[str, list[int]] = {}
-    total = 0
-    for number, (name, prompt, reply) in enumerate(load.turns()):
-        tokens = prompt(said)
-        total += len(tokens)
-        said[name] = said[f"#{number}"] = [*tokens, *[0] * reply]
-    return total
+    return sum(keep + new for _, _, keep, new, _ in load.rows)
 
 
 def agreement(real: Sequence[Sequence[Hits]], own: Sequence[Sequence[Hits]]) -> float:

@@ -22,6 +22,7 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.sharding import refuse_unsharded
 from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.errors import EngineFailed, UnsupportedModel, WorkerError
+from pensieve.plugins.engines import tensor_parallel
 from pensieve.plugins.engines.tensor_parallel import Failure, Setup, TensorParallelWorker, Together
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import WallClock
@@ -145,8 +146,11 @@ def test_an_architecture_without_a_plan_or_with_one_that_divides_no_kv_is_refuse
 
 
 @pytest.mark.parametrize(("told", "blamed"), [({0: 5}, 1), ({0: 5, 1: 3}, 1), ({0: 2, 1: 3}, 0)])
-def test_the_rank_that_failed_first_is_blamed(told: dict[int, int], blamed: int) -> None:
+def test_the_rank_that_failed_first_is_blamed(
+    told: dict[int, int], blamed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """told: by rank, when it said that it failed; one that ended without a word was killed, and the others fail for it."""
+    monkeypatch.setattr(tensor_parallel, "BLAME_S", 0.1)
     worker: Any = TensorParallelWorker.__new__(TensorParallelWorker)
     pipes = [Pipe(duplex=False) for _ in range(2)]
     gone = {"sends": SimpleNamespace(send=lambda _: None), "wait": lambda _: 137, "last_lines": lambda: ""}
