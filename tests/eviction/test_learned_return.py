@@ -10,7 +10,7 @@ from pensieve.core.cache.heaps import HeapIndex
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Hint
 from pensieve.core.session import Session, View
-from pensieve.plugins.policies.learned_return import AGES, BINS, Forgetting, Habit, LearnedReturn, rates_of
+from pensieve.plugins.policies.learned_return import AGES, BINS, Habit, LearnedReturn, rates_of
 from tests.simulated import policy_context, with_chunks
 
 EDGES = (0.0, *AGES, AGES[-1] * 1.4)
@@ -38,22 +38,20 @@ def test_the_rate_is_that_of_the_best_time_to_give_up(seed: int) -> None:
 
 
 def test_old_counts_fade_and_scaling_them_changes_nothing() -> None:
-    root, counts = Habit(None, 1.0), Forgetting(half_life=200.0)
+    root = Habit(None, 1.0)
     for _ in range(1500):
-        counts.step(root)
-        root.note(3, True, counts.unit)
-    before = root.hazards(counts.unit)
-    root.rescale(1 / counts.unit)
-    assert root.hazards(1.0) == pytest.approx(before)
+        root.fade(200.0)
+        root.note(3, True)
+    before = root.hazards()
+    root.rescale(1e100 / root.unit)
+    root.unit = 1e100
+    root.fade(1e9)
+    assert root.unit == 1.0 and root.hazards() == pytest.approx(before)
     assert before[3] > 0.9
     for _ in range(1500):
-        counts.step(root)
-        root.note(3, False, counts.unit)
-    root.rescale(1 / counts.unit)
-    assert root.hazards(1.0)[3] < 0.1
-    counts.unit = 2e100
-    counts.step(root)
-    assert counts.unit == 1.0
+        root.fade(200.0)
+        root.note(3, False)
+    assert root.hazards()[3] < 0.1
 
 
 EIGHT = policy_context(chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)

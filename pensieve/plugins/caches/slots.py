@@ -30,10 +30,6 @@ class Slot:
     tenant: str = ""
     last: Session | None = None
 
-    def clear(self) -> None:
-        """Make it as it was before its first turn."""
-        self.tokens, self.used_s, self.tenant, self.last = tokens_of([]), -math.inf, "", None
-
 
 class SlotCache(OneTier):
     """n_slots slots of n_ctx / n_slots cells each (llama-server's --parallel and --ctx-size).
@@ -119,7 +115,7 @@ class SlotCache(OneTier):
     def _give_up(self, session: Session) -> None:
         for slot in self.slots:
             if slot.last is session:
-                slot.clear()
+                self.slots[slot.number] = Slot(slot.number, slot.blocks)
                 self.facts.freed("gpu", slot.blocks)
         super()._give_up(session)
 

@@ -145,11 +145,6 @@ class WindowTiers(Tiers):
         left = np.array([self.left.get(node.number, 0) for node in chosen.nodes], np.int64)
         return np.where(chosen.places >= left[chosen.of], 1 + self.windows.beside, 1)
 
-    def leave(self, node: Node, computed: int) -> None:
-        """Give up what no query from position `computed` on sees."""
-        before, self.left[node.number] = self.left.get(node.number, 0), self.windows.left(computed)
-        self._narrow(node, before, self.left[node.number])
-
     def _narrow(self, node: Node, start: int, stop: int) -> None:
         """What a copy reads or writes stays until that is over (update)."""
         chunks = node.chunks
@@ -176,8 +171,9 @@ class WindowTiers(Tiers):
     def settle(self, node: Node, computed: int) -> None:
         """The window is where the next position is: give up what lies before it, and have all of it."""
         self.gpu.unreserve(node.number)
-        self.leave(node, computed)
-        left, chunks = self.left[node.number], node.chunks
+        left, chunks = self.windows.left(computed), node.chunks
+        self._narrow(node, self.left.get(node.number, 0), left)
+        self.left[node.number] = left
         columns = zip(chunks.gpu[left:], chunks.gpu_len[left:], strict=True)
         self.gpu.widen([block for block, length in columns if length], node.number)
 

@@ -30,7 +30,7 @@ from pensieve.plugins.engines.guard import SIGNALS
 from pensieve.plugins.engines.process import EngineProcess, own_pipes
 
 if TYPE_CHECKING:
-    from pensieve.device.worker import TorchOptions, TorchWorker
+    from pensieve.device.worker import TorchOptions
 
 BLAME_S = 2.0  # how long others are heard when one has failed: another may have failed first
 
@@ -207,28 +207,23 @@ class Together:
 # -- in the process of a rank ------------------------------------------------------------------------------------------------
 
 
-def load_part(setup: Setup, number: int) -> TorchWorker:
-    """This rank's worker: loads its part of the model, as all the others do. Its times are time.perf_counter's, which all
-    processes of a machine share. Raises what load_model raises."""
-    import torch
-
-    from pensieve.device.model import load_model
-    from pensieve.device.sharding import RankGroup
-    from pensieve.device.worker import TorchWorker
-    from pensieve.serve.systems.base import WallClock
-
-    device, store = setup.devices[number], setup.store
-    assert store is not None
-    ranks = RankGroup.join(number, len(setup.devices), torch.device(device), store)
-    asked = setup.asked._replace(device=device)
-    return TorchWorker(load_model(asked, ranks), asked.chunk_tokens, WallClock(0), options=setup.options)
-
-
 def main(number: int) -> NoReturn:
     """A rank's process, until the trial closes its standard input."""
     commands, answers = own_pipes()
     try:
-        worker = load_part(commands.recv(), number)
+        import torch
+
+        from pensieve.device.model import load_model
+        from pensieve.device.sharding import RankGroup
+        from pensieve.device.worker import TorchWorker
+        from pensieve.serve.systems.base import WallClock
+
+        setup: Setup = commands.recv()
+        asked = setup.asked._replace(device=setup.devices[number])
+        assert setup.store is not None
+        ranks = RankGroup.join(number, len(setup.devices), torch.device(asked.device), setup.store)
+        clock = WallClock(0)  # time.perf_counter's, which all processes of a machine share
+        worker = TorchWorker(load_model(asked, ranks), asked.chunk_tokens, clock, options=setup.options)
         answers.send(os.getpid())
         while True:
             try:

@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Hashable
+from typing import Annotated
+
+from pydantic import Field
 
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.session import Session
-from pensieve.errors import ConfigError
 
 AFTER = 1e10
 """Seconds that put one class of sessions behind another: more than any clock counts."""
@@ -16,10 +18,8 @@ class Hinted(EvictionPolicy):
     (Hint.expected_s). Who said so and is not back by then has no claim any more. The others go first, least recently used.
     """
 
-    def __init__(self, context: PolicyContext, within_s: float = 60.0) -> None:
+    def __init__(self, context: PolicyContext, within_s: Annotated[float, Field(gt=0)] = 60.0) -> None:
         super().__init__(context)
-        if not within_s > 0:
-            raise ConfigError(f"eviction.within_s={within_s} must be a positive number of seconds.")
         self.within_s = within_s
 
     def soon(self, session: Session) -> bool:
@@ -44,10 +44,13 @@ class OracleHint(Hinted):
 
     needs_future = True
 
-    def __init__(self, context: PolicyContext, within_s: float = 60.0, error_pct: float = 0.0) -> None:
+    def __init__(
+        self,
+        context: PolicyContext,
+        within_s: Annotated[float, Field(gt=0)] = 60.0,
+        error_pct: Annotated[float, Field(ge=0, le=100)] = 0.0,
+    ) -> None:
         super().__init__(context, within_s)
-        if not 0 <= error_pct <= 100:
-            raise ConfigError(f"eviction.error_pct={error_pct} is a percentage from 0 to 100.")
         self.error_pct = error_pct
 
     def soon(self, session: Session) -> bool:

@@ -70,7 +70,6 @@ class LearnedReturn(EvictionPolicy):
     def __init__(self, context: PolicyContext, guarded: bool = True) -> None:
         super().__init__(context)
         self._root = Habit(None, self.strength)
-        self._counts = Forgetting(self.half_life)
         # By bin reached, the one that has rested longest first.
         self._resting: list[deque[Rest]] = [deque() for _ in AGES]
         self._asked: dict[int, tuple[float | None, int]] = {}  # of sessions whose turn runs: gap before, growth
@@ -92,13 +91,13 @@ class LearnedReturn(EvictionPolicy):
             if rest.away:
                 rest.away = False
                 for habit in rest.habits:
-                    habit.note(rest.age_bin, True, self._counts.unit)
+                    habit.note(rest.age_bin, True)
         if self._duel is not None and self._duel.ask(session.number, length, now_s):
             self.version += 1
 
     def rest(self, session: Session, now_s: float) -> None:
         self._pass_time(now_s)
-        self._counts.step(self._root)
+        self._root.fade(self.half_life)
         if session.memo is not None:
             session.memo.away = False
         length = len(session.tokens)
@@ -123,7 +122,7 @@ class LearnedReturn(EvictionPolicy):
         return self._value(bucket, order, now_s)
 
     def _value(self, habit: Habit, since_s: float, now_s: float) -> float:
-        return habit.rate(bisect_right(AGES, now_s - since_s), self._counts.unit)
+        return habit.rate(bisect_right(AGES, now_s - since_s))
 
     def _least_worth(self, held: OrderedDict[int, Held], now_s: float) -> Held | None:
         def value(one: Held) -> tuple[float, float]:
@@ -157,7 +156,7 @@ class LearnedReturn(EvictionPolicy):
                 rest = resting.popleft()
                 if rest.away:
                     for habit in rest.habits:
-                        habit.note(age_bin, False, self._counts.unit)
+                        habit.note(age_bin, False)
                     rest.age_bin = age_bin + 1
                     if rest.age_bin < len(AGES):
                         self._resting[rest.age_bin].append(rest)
@@ -176,9 +175,12 @@ class Habit:
     """Of the sessions of one kind: by age, how many returned in that bin, and how many outstayed it.
 
     `parent` is a wider kind that holds this one; it stands in for what was not seen here, as `strength` sessions would.
-    Counts are in units that grow, so that what is old counts less (Forgetting). Bins are narrow, so that a peak keeps its
-    place, and what happens in one says something of its neighbours.
+    Counts are in a unit that grows, so that what is old counts less. Bins are narrow, so that a peak keeps its place, and
+    what happens in one says something of its neighbours.
     """
+
+    unit = 1.0
+    """Of the widest kind: in which the latest counts are."""
 
     def __init__(self, parent: Habit | None, strength: float) -> None:
         self.parent, self._strength = parent, strength
@@ -189,8 +191,8 @@ class Habit:
         self._rates: list[float] = []
         self._rates_from = 0.0  # what the widest kind had seen then
 
-    def note(self, age_bin: int, returned: bool, unit: float) -> None:
-        counts = self._returned if returned else self._outstayed
+    def note(self, age_bin: int, returned: bool) -> None:
+        counts, unit = self._returned if returned else self._outstayed, self._widest.unit
         counts[age_bin] += unit
         for distance, share in enumerate(_NEIGHBOURS, start=1):
             if age_bin >= distance:
@@ -199,23 +201,30 @@ class Habit:
                 counts[age_bin + distance] += share * unit
         self._seen += unit
 
-    def hazards(self, unit: float) -> list[float]:
+    def hazards(self) -> list[float]:
         """By bin: the chance that a session which reached it returns within it."""
         if self.parent is None:
-            expected, weight = _UNSEEN_HAZARDS, _UNSEEN_STRENGTH * unit
+            expected, weight = _UNSEEN_HAZARDS, _UNSEEN_STRENGTH * self.unit
         else:
-            expected, weight = self.parent.hazards(unit), self._strength * unit
+            expected, weight = self.parent.hazards(), self._strength * self._widest.unit
         return [
             (returned + weight * hazard) / (returned + outstayed + weight)
             for returned, outstayed, hazard in zip(self._returned, self._outstayed, expected, strict=True)
         ]
 
-    def rate(self, age_bin: int, unit: float) -> float:
+    def rate(self, age_bin: int) -> float:
         """See rates_of; of a session of this age."""
         seen = self._widest._seen
         if not self._rates or seen > self._rates_from * (1 + _STALE_SHARE):
-            self._rates, self._rates_from = rates_of(self.hazards(unit)), seen
+            self._rates, self._rates_from = rates_of(self.hazards()), seen
         return self._rates[age_bin]
+
+    def fade(self, half_life: float) -> None:
+        """The unit of the widest kind doubles every `half_life` calls."""
+        self.unit *= 2.0 ** (1.0 / half_life)
+        if self.unit > 1e100:  # long before numbers end
+            self.rescale(1.0 / self.unit)
+            self.unit = 1.0
 
     def rescale(self, factor: float) -> None:
         self._returned = [count * factor for count in self._returned]
@@ -250,17 +259,3 @@ def rates_of(hazards: Sequence[float]) -> list[float]:
         stretches.append((gained, kept_s))
         rates[age_bin] = gained / kept_s
     return rates
-
-
-class Forgetting:
-    """The unit in which the latest counts are: it doubles every `half_life` sessions."""
-
-    def __init__(self, half_life: float) -> None:
-        self.unit = 1.0
-        self._growth = 2.0 ** (1.0 / half_life)
-
-    def step(self, root: Habit) -> None:
-        self.unit *= self._growth
-        if self.unit > 1e100:  # long before numbers end
-            root.rescale(1.0 / self.unit)
-            self.unit = 1.0

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -72,16 +71,15 @@ def policy_maker(name: str, extra: Mapping[str, Any], tiers: Tiers) -> Callable[
         load_s=load_s,
         seed=int(extra.get("seed", 0)),
     )
-    make = partial(_made, kind, context, fields)
+
+    def make() -> EvictionPolicy:
+        try:
+            return as_policy(kind(context, **fields))
+        except TypeError as error:
+            raise ConfigError(f"policy_fields={fields} do not fit {kind.__name__}: {error}.") from None
+
     make()  # what it refuses, it refuses now
     return make
-
-
-def _made(kind: Any, context: PolicyContext, fields: Mapping[str, Any]) -> EvictionPolicy:
-    try:
-        return as_policy(kind(context, **fields))
-    except TypeError as error:
-        raise ConfigError(f"policy_fields={dict(fields)} do not fit {kind.__name__}: {error}.") from None
 
 
 def _costs(path: str | None, tiers: Tiers) -> tuple[Callable[[int], float], float]:
