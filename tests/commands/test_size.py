@@ -18,16 +18,9 @@ from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.trial import sweep as run_module
 from pensieve.lab.trial.job import Job, open_tracking
 from pensieve.lab.trial.run import run_trial
-from tests.composed import hydra_session
+from tests.composed import SHORT, hydra_session
 
-LOAD = (
-    "model=tiny",
-    "hardware=sim_h100",
-    "workload=chat",
-    "workload.pressure=0",
-    "workload.min_turns=2",
-    "workload.max_turns=2",
-)
+LOAD = ("model=tiny", "hardware=sim_h100", "workload=chat", *SHORT)
 GPU = [f"{size} tokens" for size in (640, 1536, 12288)]
 CPU = [f"{size} tokens" for size in (0, 1024, 12288)]
 
@@ -165,9 +158,8 @@ def test_what_cannot_be_mapped_gets_a_sentence(outputs, overrides, error, part):
 
 
 def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_the_machine():
-    from pensieve.lab.commands.size import check_question
+    from pensieve.lab.commands.size import check_question, planned
     from pensieve.lab.compose.build import check_memory
-    from pensieve.lab.compose.plan import plan_trial
     from pensieve.units import parse_capacity
 
     for machine, points, *more in (
@@ -176,12 +168,12 @@ def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_t
     ):  # fmt: skip
         words = ("model=llama_25m", f"hardware={machine}", f"size.points={points}", "workload.conversations=30", *more)
         settings, load = read(composed(*words))
-        question = question_of(settings, load, check(load.cfg))
+        question = question_of(settings, load, check(load))
         check_question(load, question)
         sizes = [parse_capacity(size).bytes for size in question.gpu]
         assert sizes == sorted(set(sizes)) and len(sizes) == points
         assert question.cpu[0] == "0GB" and len(question.cpu) == points
-        check_memory(plan_trial(check(load.of(*question.sizes(question.corner), 0))))
+        check_memory(planned(load, *question.sizes(question.corner), 0))
 
 
 # -- in words, of made-up trials ----------------------------------------------------------------------------------------

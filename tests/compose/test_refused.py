@@ -37,7 +37,12 @@ REFUSED = [
     # -- the plan
     (("cache.gpu=4096",), ConfigError, ["cache.gpu=4096", "8192 tokens"]),
     (("hardware.device=tpu", "hardware=cpu"), ConfigError, ["hardware.device='tpu'", "cuda"]),
-    (("baseline=vllm",), EngineMissing, ["baseline=vllm"]),
+    (("baseline=vllm",), EngineMissing, ["baseline=vllm", "hardware=sim_h100 is simulated"]),
+    (
+        ("baseline=llama_cpp", "model=opt_125m", "model.weights=random", "hardware=cpu"),
+        UnsupportedModel,
+        ["this is opt"],
+    ),
     (("hardware.gpu_memory='80 tokens'",), ConfigError, ["hardware.gpu_memory is a size"]),
     (("hardware.flops=0",), ConfigError, ["hardware.flops has no value"]),
     (("model.architecture.num_attention_heads=7",), UnsupportedModel, ["attention_heads=7", "num_key_value_heads=4"]),

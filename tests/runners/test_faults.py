@@ -113,14 +113,11 @@ def test_a_failed_trial_does_not_stop_the_others(tmp_path, monkeypatch):
         assert trace.startswith("Traceback")
     assert query(outputs, "select status from sweep") == [("failed",)]
     assert said(outputs).count("tests/trial/crashing.py, line 28 (__init__), raised RuntimeError: it broke") == 2
-    monkeypatch.setenv("CRASHES", "1000")
-    ended(outputs, *crashing, status=1)
     assert "not_completed" in said(outputs)  # the table, with what is there
-    assert query(outputs, "select status from sweep") == [("failed",)]
-    assert len(query(outputs, "select 1 from trial")) == 4 + 2  # those that had failed have failed again
-    assert query(outputs, "select count(*) from sweep") == [(1,)]
     monkeypatch.setenv("CRASHES", "0")
     ended(outputs, *crashing)
+    assert len(query(outputs, "select 1 from trial")) == 4 + 2  # those that had failed ran again
+    assert query(outputs, "select count(*) from sweep") == [(1,)]
     check_whole(outputs)
 
 

@@ -2,13 +2,10 @@
 
 import pytest
 
-from pensieve.errors import EngineMissing, UnsupportedModel
-from pensieve.lab.compose.build import preflight
-from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.results.export import baseline_report
 from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.tokens import compare_tokens
-from tests.composed import SHORT, checked
+from tests.composed import SHORT
 from tests.trial.running import run
 
 SMALLEST = (
@@ -65,13 +62,6 @@ def test_llama_cpp_answers_a_workload_with_our_tokens_and_fills_its_rows(trackin
     found = sum(t.gpu_hit_tokens for t in rows.values() if t.phase == "chat")
     history = sum(t.history_tokens for t in rows.values() if t.phase == "chat")
     assert metrics["gpu_hit_rate", ""] == pytest.approx(found / history)
-
-
-def test_an_outside_engine_is_refused_before_it_starts():
-    with pytest.raises(EngineMissing, match="hardware=sim_h100 is simulated"):
-        plan_trial(checked("baseline=llama_cpp"))
-    with pytest.raises(UnsupportedModel, match="this is opt"):
-        preflight(plan_trial(checked("baseline=llama_cpp", "model=opt_125m", "model.weights=random", "hardware=cpu")))
 
 
 def test_what_crosses_a_network_is_in_the_rows_the_metrics_and_the_export_and_simulated_it_says_so(tracking):

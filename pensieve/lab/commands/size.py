@@ -59,23 +59,19 @@ class SizeSettings(BaseModel):
     prices: Prices = Prices()
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is asked of every cell: the configuration without the sizes and the seed."""
-
-    cfg: DictConfig
-
-    def of(self, gpu: Size, cpu: Size, seed: int) -> DictConfig:
-        cell = self.cfg.copy()
-        for name, value in {"cache.gpu": gpu, "cache.cpu": cpu, "seed": seed}.items():
-            OmegaConf.update(cell, name, value)
-        return cell
-
-    def plan(self, gpu: Size, cpu: Size, seed: int) -> TrialPlan:
-        return plan_trial(check(self.of(gpu, cpu, seed)))
+def cell_of(load: DictConfig, gpu: Size, cpu: Size, seed: int) -> DictConfig:
+    """load: what is asked of every cell, the configuration without the sizes and the seed."""
+    cell = load.copy()
+    for name, value in {"cache.gpu": gpu, "cache.cpu": cpu, "seed": seed}.items():
+        OmegaConf.update(cell, name, value)
+    return cell
 
 
-def read(cfg: DictConfig) -> tuple[SizeSettings, Load]:
+def planned(load: DictConfig, gpu: Size, cpu: Size, seed: int) -> TrialPlan:
+    return plan_trial(check(cell_of(load, gpu, cpu, seed)))
+
+
+def read(cfg: DictConfig) -> tuple[SizeSettings, DictConfig]:
     base = cfg.copy()
     with open_dict(base):
         given = OmegaConf.to_container(base.pop("size"), resolve=True)
@@ -83,10 +79,10 @@ def read(cfg: DictConfig) -> tuple[SizeSettings, Load]:
     settings = check_node(SizeSettings, {"size": given}, "size")
     if base.workload.get("inspect"):
         raise ConfigError("workload.inspect=true runs nothing, so there is no map; use it with runners/run.py.")
-    return settings, Load(base)
+    return settings, base
 
 
-def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Question:
+def question_of(settings: SizeSettings, load: DictConfig, config: TrialConfig) -> Question:
     plan = plan_trial(config)
     if config.baseline.engine is not None:
         raise ConfigError(
@@ -101,17 +97,15 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
             )
         cpu = ["0GB"] if cpu is None else cpu
     if gpu is None or cpu is None:
-        loads = [_described(load.plan(config.cache.gpu, config.cache.cpu, seed)) for seed in settings.seeds]
+        loads = [_described(planned(load, config.cache.gpu, config.cache.cpu, seed)) for seed in settings.seeds]
         suggested = default_sizes(plan, loads, settings.points)
         gpu, cpu = suggested[0] if gpu is None else gpu, suggested[1] if cpu is None else cpu
     return Question(
         gpu=_ascending(gpu, "size.gpu"),
         cpu=_ascending(cpu, "size.cpu"),
         seeds=tuple(dict.fromkeys(settings.seeds)),
-        knee=settings.knee,
-        percentile=settings.percentile,
+        **settings.model_dump(include={"knee", "percentile", "prices"}),
         slo_ttft_ms=config.slo.ttft_ms,
-        prices=settings.prices,
         devices=plan.device.count,
     )
 
@@ -174,15 +168,15 @@ def _text(amount: int) -> str:
     return f"{amount / scale:g}{unit}"
 
 
-def check_question(load: Load, question: Question) -> None:
+def check_question(load: DictConfig, question: Question) -> None:
     """The smallest sizes must hold the longest conversation of every seed, the largest must fit the machine, and both must be
     asked the same. Raises PensieveError."""
     smallest, largest = question.sizes((0, 0)), question.sizes(question.corner)
-    most = load.plan(*largest, question.seeds[0])
+    most = planned(load, *largest, question.seeds[0])
     check_memory(most)
     for seed in question.seeds:
-        preflight(load.plan(*smallest, seed))
-    least = load.plan(*smallest, question.seeds[0])
+        preflight(planned(load, *smallest, seed))
+    least = planned(load, *smallest, question.seeds[0])
     asked = [(one.sessions, one.turns, one.working_set_tokens) for one in (_described(least), _described(most))]
     if asked[0] != asked[1]:
         raise ConfigError(
@@ -191,23 +185,23 @@ def check_question(load: Load, question: Question) -> None:
         )
 
 
-def computed(load: Load, question: Question, config: TrialConfig) -> Question:
+def computed(load: DictConfig, question: Question, config: TrialConfig) -> Question:
     """The question with what one pass says of each cell. Raises ConfigError where a pass does not say what trials would."""
     if config.eviction.get("name") != "lru" or config.baseline.name not in ("pensieve", "gpu_only"):
         raise ConfigError(
             "size.by=reuse counts what least-recently-used tiers find of each conversation's own KV; set eviction=lru and "
             "baseline=pensieve or gpu_only, or size.by=trials."
         )
-    if question.slo_ttft_ms is not None or question.prices.given or load.cfg.cache.disk:
+    if question.slo_ttft_ms is not None or question.prices.given or load.cache.disk:
         raise ConfigError(
             "size.by=reuse knows no times, prices or disk; leave slo.ttft_ms, size.prices and cache.disk out, or set "
             "size.by=trials."
         )
-    gpu = [load.plan(size, question.cpu[0], 0).gpu_blocks for size in question.gpu]
-    cpu = [load.plan(question.gpu[0], size, 0).cpu_blocks for size in question.cpu]
+    gpu = [planned(load, size, question.cpu[0], 0).gpu_blocks for size in question.gpu]
+    cpu = [planned(load, question.gpu[0], size, 0).cpu_blocks for size in question.cpu]
     shares = []
     for seed in question.seeds:
-        plan = load.plan(*question.sizes(question.corner), seed)
+        plan = planned(load, *question.sizes(question.corner), seed)
         tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
         reuse = reuse_of(make_workload(plan, tokenizer), plan.chunk_tokens)
         shares.append(tuple(tuple(reuse.found(own + beside) for beside in cpu) for own in gpu))
@@ -231,7 +225,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
     folder: for the files of its trials. Raises PensieveError for what cannot be mapped.
     """
     settings, load = read(cfg)
-    first = check(load.cfg)
+    first = check(load)
     question = question_of(settings, load, first)
     tracking = open_tracking(first.tracking)
     check_question(load, question)
@@ -255,10 +249,10 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
     return planner.report(found)
 
 
-def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[str], first: TrialConfig) -> int:
+def _open(tracking: Tracking, load: DictConfig, question: Question, typed: Sequence[str], first: TrialConfig) -> int:
     """The map's row among the sweeps: the same question, load and code find it again; with force=true it is
     another one."""
-    plain = resolved(load.of(*question.sizes((0, 0)), question.seeds[0]))
+    plain = resolved(cell_of(load, *question.sizes((0, 0)), question.seeds[0]))
     asked = question.model_dump_json()
     kept = [text for text in typed if counts_for_sweep(text) and not text.startswith(f"{SETTINGS}.")]
     return tracking.store.open_sweep(
@@ -286,7 +280,7 @@ Task = tuple[Place, int]  # a cell and a seed
 
 @dataclass
 class _Planner:
-    load: Load
+    load: DictConfig
     question: Question
     config: TrialConfig
     tracking: Tracking
@@ -328,7 +322,7 @@ class _Planner:
         sizes = zip(self.question.axes.items(), place, strict=True)
         title = ", ".join([*(f"{axis}={at[index]}" for (axis, at), index in sizes), f"seed={seed}"])
         folder = self.folder if self.tracking.kept else self.tracking.outputs
-        config = resolved(self.load.of(*self.question.sizes(place), seed))
+        config = resolved(cell_of(self.load, *self.question.sizes(place), seed))
         return Job(title, folder / str(number), config, self.sweep_id, number, shown=False)
 
     def _note(self, job: Job, outcome: Outcome, head: str) -> None:

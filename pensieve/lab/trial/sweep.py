@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict, read_write
 from pydantic import TypeAdapter
@@ -62,7 +61,6 @@ from pensieve.units import NONE, duration, grid
 log = logging.getLogger(__name__)
 
 MEMBERSHIP = "PENSIEVE_SWEEP"
-RESOLVED_FILE = "config.resolved.yaml"
 _SHOWN_FILES = (".png", ".md")  # of a figure's files: the picture, or the table
 
 
@@ -120,10 +118,9 @@ class OpenSweep:
                     self.note(job, outcome, tracking)
 
     def note(self, job: Job, outcome: Outcome, tracking: Tracking) -> None:
-        """What became of a job: its files, its line, and what is real in MLflow at once; a simulated one takes less than the
+        """What became of a job: its line, and what is real in MLflow at once; a simulated one takes less than the
         import."""
         store = tracking.store
-        keep_resolved(job.folder, job.config)
         if outcome.reused:
             say(f"{job.title}: trial {outcome.trial_id} is this one and is completed (force=true runs it again)")
         elif outcome.completed:
@@ -375,7 +372,6 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
     tracking = open_tracking(config.tracking)
     folder = Path(HydraConfig.get().runtime.output_dir) if tracking.kept else tracking.outputs
     job, store = Job(f"{config.model.name} {config.baseline.name}", folder, resolved(cfg)), tracking.store
-    keep_resolved(folder, job.config)
     here = partial(copy_trial, tracking.outputs, store)
     beside = tracking.mlflow and config.hardware.simulated and installed("mlflow")
     with _copying(config.tracking, tracking) if beside else nullcontext(here) as copied:
@@ -400,14 +396,6 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
 
 def copied_at_once(tracking: Tracking, outcome: Outcome) -> bool:
     return tracking.mlflow and bool(outcome.trial_id) and not tracking.store.trial(outcome.trial_id).simulated
-
-
-def keep_resolved(folder: Path, plain: Mapping[str, Any]) -> None:
-    """Write the resolved configuration into the folder for the trial's files: Hydra's own file has interpolations."""
-    folder.mkdir(parents=True, exist_ok=True)
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml, ten times as fast
-    text = yaml.dump(plain, Dumper=dumper, sort_keys=False, allow_unicode=True)
-    (folder / RESOLVED_FILE).write_text(text, encoding="utf-8")
 
 
 def fidelities(store: ResultsStore, trials: Iterable[Trial], sweep_id: int | None = None) -> Iterator[RenderableType]:
