@@ -23,7 +23,8 @@ from pensieve.serve.server.state import StateFile
 from tests.typed import typed_process
 from tests.waiting import PATIENCE_S, until
 
-REAL = {"device": "cpu", "weights": "random", "gpu_cache": "4096 tokens", "cpu_cache": "4096 tokens"}
+REAL = {"device": "cpu", "weights": "random", "gpu_cache": "1024 tokens", "cpu_cache": "2048 tokens"}
+"""A GPU tier so small that few lengths are measured when it starts."""
 SIMULATED = {"device": "sim_h100", "gpu_cache": "4096 tokens", "cpu_cache": "4096 tokens"}
 
 

@@ -1,7 +1,6 @@
 """create_server, as the README shows it; streams, futures and cancellation."""
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -11,16 +10,15 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from pensieve import create_server
 from pensieve.core.request import Free, Sampling
-from pensieve.errors import CapacityError, ConfigError, ContextLengthError, RequestFailed, RequestRefused
+from pensieve.errors import CapacityError, ConfigError, ContextLengthError, RequestRefused
 from pensieve.lab.compose.conf import read_option
 from pensieve.serve.server.api import Stream
 from tests.invariants import check_cache
 from tests.server import live
-from tests.server.live import Hold, held
-from tests.waiting import PATIENCE_S, until
+from tests.server.live import REAL, Hold, held
+from tests.waiting import PATIENCE_S
 
-SMALL = {"gpu_cache": "1024 tokens", "cpu_cache": "2048 tokens"}
-REAL, SIMULATED = {**live.REAL, **SMALL}, {**live.SIMULATED, **SMALL}
+SIMULATED = {**live.SIMULATED, "gpu_cache": "1024 tokens", "cpu_cache": "2048 tokens"}
 
 
 def test_only_the_new_message_is_sent_and_the_history_hits():
@@ -227,21 +225,10 @@ def test_futures_are_served_together_and_in_the_order_of_a_conversation(real):
     assert real.get_statistics()["steps"] - steps < 4 * 8
 
 
-@pytest.fixture
-def early(monkeypatch):
+def test_cancelling_keeps_what_was_generated_and_frees_the_rest(real, monkeypatch):
     """The engine is held up when the stream has some of its tokens, so that what comes then comes before its end."""
-    hold, on_event = Hold(events=40), Stream.on_event
-
-    def told(stream, event):
-        on_event(stream, event)
-        hold(event)
-
-    monkeypatch.setattr(Stream, "on_event", told)
-    yield hold
-    hold.release()
-
-
-def test_cancelling_keeps_what_was_generated_and_frees_the_rest(real, early):
+    early, on_event = Hold(events=40), Stream.on_event
+    monkeypatch.setattr(Stream, "on_event", lambda stream, event: (on_event(stream, event), early(event)))
     stream = real.stream("long", text="Hello", max_new_tokens=900, ignore_eos=True)
     first = next(iter(stream))
     assert early.reached.wait(PATIENCE_S)
@@ -261,24 +248,6 @@ def test_cancelling_keeps_what_was_generated_and_frees_the_rest(real, early):
     assert after.prompt_tokens == 5 + len(result.token_ids) + 3
     assert real.cancel("long") == 0
     check_cache(real.system.engine.cache)
-
-
-def test_closing_ends_streams_and_futures(early):
-    real = create_server(**REAL)
-    running = real.stream("a", text="Hello", max_new_tokens=900, ignore_eos=True)
-    next(iter(running))
-    assert early.reached.wait(PATIENCE_S)
-    waiting = real.submit("a", text="Hello", max_new_tokens=900)
-    closing = threading.Thread(target=real.close)
-    closing.start()
-    assert until(lambda: not real.system._inbox.empty()), "the engine is told to end"
-    early.release()
-    with pytest.raises(RequestFailed, match="closed"):
-        running.result()
-    with pytest.raises(RequestFailed, match="closed"):
-        waiting.result(timeout=PATIENCE_S)
-    closing.join(PATIENCE_S)
-    assert real.under_way == 0
 
 
 def test_a_listener_that_fails_harms_nobody_else(real):

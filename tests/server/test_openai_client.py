@@ -159,7 +159,7 @@ def test_a_client_that_goes_away_frees_what_it_held(live, monkeypatch):
         hold(event)
 
     monkeypatch.setattr(Reply, "on_event", told)
-    stream = chat(client, [{"role": "user", "content": "Long"}], max_tokens=3000, stream=True)
+    stream = chat(client, [{"role": "user", "content": "Long"}], max_tokens=900, stream=True)
     next(iter(stream))
     assert hold.reached.wait(PATIENCE_S)
     stream.close()
@@ -169,7 +169,7 @@ def test_a_client_that_goes_away_frees_what_it_held(live, monkeypatch):
     assert ended == ["cancelled"]
     with held(state.server):  # so that there is no reply within any time
         with pytest.raises(openai.APITimeoutError):
-            chat(client.with_options(timeout=1), [{"role": "user", "content": "Long too"}], max_tokens=3000)
+            chat(client.with_options(timeout=0.3), [{"role": "user", "content": "Long too"}], max_tokens=900)
         assert until(lambda: all(turn.cut for turn in _asked(state.server)))
     assert until(lambda: state.server.under_way == 0)
     check_cache(state.server.system.engine.cache)

@@ -31,7 +31,7 @@ def test_a_browser_shows_conversations_their_chunks_and_a_streamed_reply() -> No
     from pensieve.serve.server import create_server
 
     def shown(address: str) -> str:
-        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000"]
+        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
         ran: Any = subprocess.run([*command, "--dump-dom", address], capture_output=True, text=True, timeout=100)
         return str(ran.stdout)
 

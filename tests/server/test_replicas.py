@@ -90,7 +90,7 @@ def test_kill_9_of_a_replica_under_load(tmp_path):
     says the same as several is shown in tests/replicas."""
     before = descendants()
     config = composed(
-        "hardware=cpu", "hardware.threads=1", "model.weights=random", "cache.gpu=4096 tokens", "cache.cpu=4096 tokens"
+        "hardware=cpu", "hardware.threads=1", "model.weights=random", "cache.gpu=1024 tokens", "cache.cpu=2048 tokens"
     )
     server = server_of(resolved(config), replicas=2)
     try:
