@@ -14,6 +14,7 @@ import pytest
 from pensieve.lab.commands.record.proxy import Client, Proxy
 from pensieve.lab.traffic.openai import Recorded
 from pensieve.lab.traffic.table import Salt
+from tests.waiting import until
 
 ASK = b"POST /v1/completions HTTP/1.1\r\nHOST: here\r\nX-Odd:  kept \r\nContent-Length: 14\r\n\r\n" + b'{"prompt":"x"}'
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-type: text/event-stream\r\n\r\n"
@@ -32,24 +33,18 @@ ANSWERS = {
 
 
 @contextmanager
-def looping(serve):
-    """serve(loop): coroutine that gives an asyncio server. Its port."""
-    loop, ready, found = asyncio.new_event_loop(), threading.Event(), []
-
-    async def main():
-        found.append(await serve())
-        ready.set()
-
-    def run():
-        loop.run_until_complete(main())
-        loop.run_forever()
-
-    thread = threading.Thread(target=run, daemon=True)
+def looping(start):
+    """What the coroutine start() gives, in a loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    assert ready.wait(20)
-    yield found[0].sockets[0].getsockname()[1]
+    yield asyncio.run_coroutine_threadsafe(start(), loop).result(20)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(20)
+
+
+def port_of(server):
+    return server.sockets[0].getsockname()[1]
 
 
 @contextmanager
@@ -79,10 +74,12 @@ def pair(answer):
         told.append((kind, *what))
         return True
 
-    with looping(lambda: asyncio.start_server(handle, "127.0.0.1", 0)) as up:
-        proxy = Proxy(urlsplit(f"http://127.0.0.1:{up}"), tell)
-        with looping(lambda: proxy.serve("127.0.0.1", 0)) as port:
-            yield up, port, got, told
+    async def both():
+        up = port_of(await asyncio.start_server(handle, "127.0.0.1", 0))
+        return up, port_of(await Proxy(urlsplit(f"http://127.0.0.1:{up}"), tell).serve("127.0.0.1", 0))
+
+    with looping(both) as (up, port):
+        yield up, port, got, told
 
 
 def asked(port, data, pieces=1):
@@ -96,22 +93,15 @@ def asked(port, data, pieces=1):
     return found
 
 
-def until(condition):
-    ends = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("pieces", [1, 40])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_byte_is_passed_on(name, pieces):
     answer, status = ANSWERS[name]
     with pair(answer) as (up, port, got, told):
         assert asked(port, ASK, pieces) == asked(up, ASK) == answer
-        until(lambda: len(got) == 2)
+        assert until(lambda: len(got) == 2)
         assert got[0] == got[1].replace(b"HOST: here", b"Host: 127.0.0.1:%d" % up)
-        until(lambda: told and told[-1][0] == "reply")
+        assert until(lambda: told and told[-1][0] == "reply")
     assert told[0][:2] == ("ask", 0) and told[0][-1] == b'{"prompt":"x"}'
     assert [what[-2] for what in told if what[0] == "reply"] == [status]
     if "chunked" in name:
@@ -125,8 +115,8 @@ def test_a_client_that_leaves_is_a_cancel_for_the_upstream():
             found = b""
             while EVENT not in found:
                 found += one.recv(65536)
-        until(lambda: len(got) == 2)
-        until(lambda: told[-1][0] == "reply")
+        assert until(lambda: len(got) == 2)
+        assert until(lambda: told[-1][0] == "reply")
     assert told[-1][-2] == "cancelled" and told[-1][2].startswith(b"data")
 
 
@@ -134,8 +124,8 @@ def test_an_upstream_that_is_not_there_is_a_502_in_a_sentence():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = taken.getsockname()[1]
     proxy = Proxy(urlsplit(f"http://127.0.0.1:{free}"), lambda *_: True)
-    with looping(lambda: proxy.serve("127.0.0.1", 0)) as port:
-        found = asked(port, ASK)
+    with looping(lambda: proxy.serve("127.0.0.1", 0)) as server:
+        found = asked(port_of(server), ASK)
     assert found.startswith(b"HTTP/1.1 502") and b"cannot be reached" in found
 
 

@@ -69,7 +69,7 @@ def test_warm_holds_everything_once_before_and_then_measures_the_same(name):
 
 
 def plan(state):
-    return WorkloadPlan("closed", 1, None, 0, 0, cache_state=state, facts={"salt_tokens": 16})
+    return WorkloadPlan("closed", 1, None, 0, 0, cache_state=state)
 
 
 def turn(session, number, at_s, history=0, hit=0, phase="chat", shared=0, unexplained=None):

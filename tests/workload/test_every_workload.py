@@ -10,13 +10,15 @@ import pytest
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.settings import factory
+from pensieve.lab.metrics import summarise
+from pensieve.lab.replay import replay
 from pensieve.lab.trial.inspection import inspect
 from pensieve.lab.workload.base import part_of
 from pensieve.lab.workload.chat import ChatWorkload
-from pensieve.lab.workload.exact import RoundsWorkload, prose
+from pensieve.lab.workload.exact import PrefixInvalidationWorkload, RoundsWorkload, prose
 from pensieve.lab.workload.fit import filler
 from pensieve.serve.record import is_measured
-from tests.scripted import context
+from tests.scripted import Latency, ScriptedSystem, context
 from tests.workload.dry import MAKERS, drive, measured
 
 ALL = pytest.mark.parametrize("name", MAKERS)
@@ -67,6 +69,9 @@ def test_what_is_planned_is_sent_once_and_in_order(name):
     assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in turns.values())
     assert len({a.request.session for a in measured(arrivals)}) == plan.sessions
     assert all(a.deadline_s == pytest.approx(a.at_s + 7.0) for a in arrivals), "it counts from the intended arrival"
+    if name not in ("prefix", "decode"):  # those keep one conversation at a time
+        held = sum(len(a.due().prompt) + a.request.output.max_new_tokens for a in measured(arrivals))
+        assert plan.working_set_tokens == held - plan.sessions, "the last token of each has no KV"
     found = inspect(MAKERS[name](context()))
     assert (len(found.turns), found.warmup_turns) == (plan.turns - plan.warmup_turns, plan.warmup_turns)
     assert found.sessions == plan.sessions
@@ -91,14 +96,6 @@ def test_a_failed_turn_ends_its_conversation_only(name):
     before = {session: turns for session, turns in cut.items() if session != victim.session}
     assert before == {session: turns for session, turns in whole.items() if session != victim.session}
     assert cut[victim.session] == 1
-
-
-@pytest.mark.parametrize("name", sorted(set(MAKERS) - {"prefix", "decode"}))  # those keep one conversation at a time
-def test_the_working_set_is_what_the_conversations_hold_at_their_longest(name):
-    plan, held = MAKERS[name](context()).describe(), Counter()
-    for arrival in measured(drive(MAKERS[name](context()))):
-        held[arrival.request.session] += len(arrival.due().prompt) + arrival.request.output.max_new_tokens
-    assert plan.working_set_tokens == held.total() - plan.sessions, "the last token of each has no KV"
 
 
 REFUSED = {
@@ -140,6 +137,27 @@ def test_a_conversation_ends_before_it_outgrows_the_context():
     assert max(held.values()) <= 600
     assert plan.facts["conversations_cut_by_context"] == plan.sessions
     assert plan.turns < 8 * plan.sessions
+
+
+def test_scripted_hits_and_misses_give_the_difference_back():
+    def latency(request):
+        first = {"hit": 20, "miss": 80}.get(request.phase, 300) + (0 if request.stream else 7)
+        first += {("warmup", "miss"): 50, ("throughput", "throughput_miss"): 100}.get((request.phase, request.label), 0)
+        return Latency(queue=0, first=first, gap=4)
+
+    system = ScriptedSystem(latency)
+    record = replay(system, PrefixInvalidationWorkload(context(), blocks="16/8", rounds=5, new_tokens=11))
+    found = {(m.name, m.label): m.value for m in summarise(record.measurement, system.start())}
+    expected = {
+        ("ttft_ms_mean", "hit"): 23.5, ("ttft_ms_mean", "miss"): 83.5, ("ttft_degradation_pct", ""): 100 * 60 / 23.5,
+        ("stream_overhead_ms", ""): -7, ("total_ms_mean", ""): 393.5, ("per_token_ms_mean", ""): 393.5 / 11,
+        ("throughput_output_tok_s", "throughput"): 11 / 0.3935, ("warmup_ms_mean", "hit"): 303.5,
+        ("throughput_output_tok_s", "throughput_hit"): 11 / 0.3435, ("warmup_ms_mean", "miss"): 353.5,
+        ("throughput_output_tok_s", "throughput_miss"): 11 / 0.4435,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    window = record.measurement
+    assert window.measure_end_s - window.measure_start_s > 3.0, "later warm-ups do not cut the window short"
 
 
 # -- what is drawn by name alone ----------------------------------------------------------------------------------------

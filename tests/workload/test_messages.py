@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.lab.workload.base import WorkloadContext, said_end, unless_said
+from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.chat import ChatWorkload
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.tokenizer import ChatTemplate, HubTokenizer
@@ -33,27 +33,14 @@ def test_the_token_that_ends_a_reply_stands_there_once(chatml: HubTokenizer, end
     (arrival,) = [one for one in workload.start() if one.request.session == "warmup-0"]
     end = min(chatml.eos_ids)
     reply = array("i", [*chatml.encode("on"), *([end] if ended else [])])
-    turn = finished(arrival.request.session, "eos" if ended else "length", reply)
+    turn = TurnRecord(arrival.request.session, turn=1, phase="warmup", finished_s=1.0, token_ids=reply)
+    turn.finish_reason = "eos" if ended else "length"
     (following,) = workload.on_finished(turn)
     said = [*arrival.due().prompt, *reply, *following.due().prompt]
     chat = ChatTemplate(chatml)
     opening = chatml.decode(arrival.due().prompt).partition("user\n")[2].partition("\nassistant")[0]
     asked = chatml.decode(following.due().prompt).partition("user\n")[2].partition("\nassistant")[0]
     assert said == chat.prompt(dialogue(opening, "on", asked))
-
-
-def finished(session: str, reason: str, reply: array[int]) -> TurnRecord:
-    turn = TurnRecord(session=session, turn=1, phase="warmup")
-    turn.status, turn.finish_reason, turn.token_ids, turn.finished_s = "completed", reason, reply, 1.0
-    return turn
-
-
-def test_only_an_end_that_the_model_sampled_is_left_out() -> None:
-    message = array("i", [7, 1, 2])
-    assert unless_said(message, said_end(finished("a", "eos", array("i", [3, 7])))) == array("i", [1, 2])
-    assert unless_said(message, said_end(finished("a", "eos", array("i", [3, 8])))) == message
-    assert unless_said(message, said_end(finished("a", "length", array("i", [3, 7])))) == message
-    assert unless_said(message, said_end(None)) == message
 
 
 def test_other_models_read_lines_behind_the_token_that_texts_begin_with(tmp_path: Path) -> None:

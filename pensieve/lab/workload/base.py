@@ -90,22 +90,6 @@ def check_turns(min_turns: int, max_turns: int | None) -> None:
         raise ConfigError(f"workload.max_turns={max_turns} is below workload.min_turns={min_turns}; raise it.")
 
 
-def refuse_untrained(free: bool, context: WorkloadContext) -> None:
-    """Raise ConfigError where the model is to end its replies and cannot."""
-    if free and context.force_lengths:
-        raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
-
-
-def said_end(turn: TurnRecord | None) -> int | None:
-    """The end-of-sequence token that the model sampled itself at the end of its reply."""
-    return turn.token_ids[-1] if turn is not None and turn.finish_reason == "eos" and turn.token_ids else None
-
-
-def unless_said(message: TokenArray[int], end: int | None) -> TokenArray[int]:
-    """The message without the token that ends the reply before it, where the reply has it already (`said_end`)."""
-    return message[1:] if message and message[0] == end else message
-
-
 @dataclass(frozen=True, slots=True)
 class WorkloadPlan:
     """What a workload says of itself before it runs; recorded with the trial and printed by workload.inspect=true.

@@ -40,7 +40,7 @@ class _Salted:
 
     def describe(self) -> WorkloadPlan:
         plan = self._inner.describe()
-        facts = {**plan.facts, "salt_tokens": SALT_TOKENS}
+        facts = dict(plan.facts)
         if facts.get("longest_conversation_tokens") is not None:
             facts["longest_conversation_tokens"] += SALT_TOKENS
         working = plan.working_set_tokens + SALT_TOKENS * plan.sessions
@@ -82,8 +82,7 @@ class _Warmed:
         warmup = plan.warmup_turns + (plan.turns or 0)
         turns = None if plan.turns is None else 2 * plan.turns
         state = "warm" if plan.cache_state == "cold" else plan.cache_state
-        facts = {**plan.facts, "held_before": plan.sessions}
-        return replace(plan, turns=turns, warmup_turns=warmup, cache_state=state, facts=facts)
+        return replace(plan, turns=turns, warmup_turns=warmup, cache_state=state)
 
     def start(self) -> Iterable[Arrival]:
         return self._warming(self._before.start())

@@ -17,7 +17,6 @@ from pensieve.lab.workload.base import (
     between,
     check_turns,
     exponential,
-    refuse_untrained,
     shuffled,
     uniform,
 )
@@ -111,7 +110,6 @@ class ChatWorkload(Playback):
         free: bool = False,
     ) -> None:
         check_turns(min_turns, max_turns)
-        refuse_untrained(free, context)
         writer = ScriptWriter(context, max_new_tokens, free)
 
         def write(fewest: int, goal: float) -> list[Dialogue]:
@@ -137,7 +135,6 @@ class ChatWorkload(Playback):
         cap_s = LONGEST_THOUGHT * drawn_mean_s if think_time_cap_s == "auto" else think_time_cap_s
         interval_s = 1 / turns_per_s if request_interval == "auto" else request_interval
         facts: dict[str, Any] = {
-            "topics": len({script.session.partition(".")[0] for script in measured}),
             "think_time_s": round(mean_s, 6),
             **({} if cap_s is None else {"think_time_cap_s": round(cap_s, 6)}),
             **({} if users else {"request_interval_s": round(interval_s, 6)}),
@@ -242,7 +239,6 @@ class HotnessWorkload(Playback):
         timeout_s: Positive | None = None,
         free: bool = False,
     ) -> None:
-        refuse_untrained(free, context)
         writer = ScriptWriter(context, max_new_tokens, free)
         labels = [list(INTERVALS)[user * len(INTERVALS) // users] for user in range(users)]
         numbers = count()

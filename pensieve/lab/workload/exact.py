@@ -85,7 +85,7 @@ class DecodeWorkload(Playback):
         ]
         super().__init__(
             context, (), asked, Users([asked]), lambda *_: 0.0,
-            timeout_s=timeout_s, facts={"requests_at_once": 1}, working_set=asked[0].longest,
+            timeout_s=timeout_s, working_set=asked[0].longest,
         )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ class PrefixInvalidationWorkload(Playback):
                 cases.append(case(f"{number}-{kind}{'' if streamed else '-whole'}", number, kind, streamed))
         super().__init__(
             context, (), cases, Users([cases]), lambda _, turn: settle_s if turn else 0.0,
-            timeout_s=timeout_s, facts={"requests_at_once": 1}, cache_state="primed", working_set=longest - 1,
+            timeout_s=timeout_s, cache_state="primed", working_set=longest - 1,
         )  # fmt: skip
 
 
@@ -205,12 +205,10 @@ class RoundsWorkload(Playback):
         there = context.gpu_tokens + context.cpu_tokens
         each = system_tokens + rounds * turn - 1  # the last token has no KV
         count = conversations or max(1, ceil_div(round(pressure * there), each))
-        live = round(count * each / there, 3) if there else None
-        facts = {"live_set_over_both_tiers": live, "requests_at_once": at_once}
         measured = [written(f"conversation-{one}", rounds) for one in range(count)]
         super().__init__(
             context, [written("warmup", warmup_turns)], measured, Users(()), lambda *_: 0.0,
-            timeout_s=timeout_s, facts=facts,
+            timeout_s=timeout_s,
         )  # fmt: skip
         self._at_once = at_once
         orders = [

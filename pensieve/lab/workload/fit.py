@@ -27,7 +27,7 @@ class Fit:
 
     max_new_tokens: None: as recorded. free: replies may be shorter than asked for, so the cap is what is asked for.
     system_tokens, systems: each conversation begins with one of so many system prompts of this length, with the k-th in about
-    1/k as many cases as with the first.
+    1/k as many cases as with the first. hints: requests carry what the recorded clients knew.
     """
 
     context: WorkloadContext
@@ -36,6 +36,7 @@ class Fit:
     free: bool = False
     system_tokens: int = 0
     systems: int = 1
+    hints: bool = True
 
     def dialogue(self, conversation: Conversation) -> Dialogue | None:
         """The calls of a conversation that fit the model; None where not even the first one does."""
@@ -51,7 +52,8 @@ class Fit:
                 break
             when = (call.at_s or 0.0, call.order, call.pause_s, call.waits_for)
             said = self._said(conversation.id, index, call, reply)
-            steps.append(Step(build, message, prompt, reply, call.continues, *when, call.hint, said))
+            hint = call.hint if self.hints else None
+            steps.append(Step(build, message, prompt, reply, call.continues, *when, hint, said))
             held = prompt + reply
         recorded = len(conversation.calls[: self.max_turns])
         return Dialogue(conversation.id, "chat", tuple(steps), recorded, conversation.begun) if steps else None

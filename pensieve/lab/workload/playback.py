@@ -13,14 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from pensieve.core.request import Free, Hint, Length, Request, Sampling, TokenArray
+from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import (
     Arrival,
     Following,
     WorkloadContext,
     WorkloadPlan,
     exponential,
-    said_end,
-    unless_said,
 )
 from pensieve.serve.record import TurnRecord, is_measured
 
@@ -157,7 +156,7 @@ class Playback:
     pause_s: of (dialogue, turn), the seconds between the reply of this turn and the user's next message, in this conversation
     or the next; turn 0: before the user's first message. free: the model ends its replies. timeout_s: a request is cancelled
     so long after it was due; None: never. facts, cache_state, working_set (None: all conversations at their longest): for
-    describe(). hints: requests carry what the recorded clients knew.
+    describe().
     """
 
     def __init__(
@@ -173,15 +172,15 @@ class Playback:
         facts: Mapping[str, Any] = MappingProxyType({}),
         cache_state: str = "cold",
         working_set: int | None = None,
-        hints: bool = True,
     ) -> None:
         assert measured
+        if free and context.force_lengths:
+            raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
         self._context, self._timeout_s, self._ids = context, timeout_s, count(1)
         self._warmup, self._measured = warmup, measured
         self._arrivals, self._pause_s = arrivals, pause_s
         self._free, self._facts, self._cache_state = free, facts, cache_state
         self._working_set = sum(talk.longest for talk in measured) if working_set is None else working_set
-        self._hints = hints
         self._talks = {talk.session: talk for talk in (*warmup, *measured)}
         assert len(self._talks) == len(warmup) + len(measured), "two conversations have one name"
         self._warming = {talk.session for talk in warmup}
@@ -288,13 +287,20 @@ class Playback:
 
     def _arrival(self, talk: Dialogue, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
         step = talk.steps[turn - 1]
-        end = said_end(before) if step.continues else None
+        end: TokenArray[int] = array("i")  # what ends the reply before it, where the model sampled that itself
+        if step.continues and before is not None and before.finish_reason == "eos":
+            end = before.token_ids[-1:]
+
+        def message() -> TokenArray[int]:
+            said = step.build()
+            return said[1:] if end and said[:1] == end else said
+
         output = Free(step.reply) if self._free else Length(step.reply)
-        fields = {"phase": talk.phase, "label": talk.label, "hint": step.hint if self._hints else None, **step.fields}
+        fields = {"phase": talk.phase, "label": talk.label, "hint": step.hint, **step.fields}
         sampling = Sampling(seed=self._context.seed)
         request = Request(next(self._ids), talk.session, turn, array("i"), output, sampling, **fields)
         deadline_s = None if self._timeout_s is None else at_s + self._timeout_s
-        return Arrival(at_s, request, deadline_s, lambda: unless_said(step.build(), end), step.continues, step.said)
+        return Arrival(at_s, request, deadline_s, message, step.continues, step.said)
 
 
 class Family:

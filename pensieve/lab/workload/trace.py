@@ -18,7 +18,6 @@ from pensieve.lab.workload.base import (
     WorkloadContext,
     check_turns,
     part_of,
-    refuse_untrained,
     shuffled,
     uniform,
 )
@@ -83,14 +82,13 @@ def trace_workload(
     if path is None and dataset is None:
         raise ConfigError("workload=trace needs workload.path=FILE, the recorded requests; set it.")
     check_turns(min_turns, max_turns)
-    refuse_untrained(free, context)
     if users is not None and (arrivals_s is not None or relative_rate is not None):
         raise ConfigError(
             "workload.users sets the load; leave workload.arrivals_s and workload.relative_rate at null, or users."
         )
     if max_context is not None:
         context = replace(context, max_context=min(context.max_context, max_context))
-    seed, fit = context.seed, Fit(context, max_turns, max_new_tokens, free, system_tokens, systems)
+    seed, fit = context.seed, Fit(context, max_turns, max_new_tokens, free, system_tokens, systems, hint == "recorded")
     source = None if path is None else _source(path, format, on_malformed, window_s, part)
     timed = source is not None and source[0].timed
     if timed and (users is not None or relative_rate is not None or arrivals_s is not None):
@@ -157,7 +155,6 @@ def trace_workload(
             **({"begun_by_others": len(begun), "begun_by_others_left_out": never} if begun or never else {}),
             **rates,
         },
-        hints=hint == "recorded",
     )
 
 

@@ -106,18 +106,11 @@ def test_the_text_of_conversations_becomes_hashes_alone(tmp_path):
 
 
 def test_what_failed_is_left_out_and_unnamed_sessions_are_found_by_their_prefix(tmp_path):
-    def row(request, blocks, **more):
-        return Exchange(request, request / 2, blocks=blocks, prompt_tokens=4 * len(blocks or ()) + 1, output_tokens=1,
-                        status="completed") if not more else Exchange(request, request / 2, **more)  # fmt: skip
-
-    rows = (
-        row(0, [1, 2]),
-        row(1, [1, 5]),
-        row(2, [1, 2, 3]),
-        row(3, None, status="failed"),
-        row(4, [9, 5]),
-        row(5, [1, 5, 6]),
-    )
+    rows = [
+        Exchange(place, place / 2, blocks=asked, prompt_tokens=4 * len(asked) + 1, output_tokens=1)
+        for place, asked in enumerate(([1, 2], [1, 5], [1, 2, 3], [1], [9, 5], [1, 5, 6]))
+    ]
+    rows[3].status = "failed"
     # A reply ends in a block that all share: who holds it goes on there.
     replies = [([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6]), ([1, 7], [8]), ([1, 2, 3, 9], [])]
     said = [

@@ -60,18 +60,16 @@ def open_source(path: Path, format: str | None) -> Source:
         in_file = len(found)
     named = all(one.session is not None and one.session_from != BY_PREFIX for one in found)
     asked = asked_in(found, facts)
-    conversations: Sequence[Conversation] = conversations_of(asked, facts)
     timed = facts.one_clock and any(one.arrival_s is not None for one in asked)
     if not timed or not any(one.blocks for one in asked):
         raise ConfigError(
             f"{path.name} has no {'hashes of blocks' if timed else 'times of arrival'}, and without that nobody can tell "
             "what a cache would find; record the traffic with pensieve record."
         )
+    conversations, strays = without_outliers(conversations_of(asked, facts))
     names = {call.order: one.id for one in conversations for call in one.calls}
-    conversations, strays = without_outliers(conversations)
-    kept = {call.order for one in conversations for call in one.calls} if strays else names.keys()
-    kept_rows = [(one, names[place]) for place, one in enumerate(asked) if place in kept]
-    return Source(path, facts, kept_rows, conversations, named, in_file, strays)
+    rows = [(one, names[place]) for place, one in enumerate(asked) if place in names]
+    return Source(path, facts, rows, conversations, named, in_file, strays)
 
 
 def _read(path: Path) -> tuple[list[Exchange], int]:
