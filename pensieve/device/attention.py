@@ -5,8 +5,7 @@ besides (where K and V go, which blocks each row attends to) is the `Iteration` 
 passed through keyword arguments, which some models drop or refuse. The fused path calls `attend` itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -46,16 +45,6 @@ class Iteration:
 
 
 _current: ContextVar[Iteration] = ContextVar("pensieve_iteration")
-
-
-@contextmanager
-def attending(iteration: Iteration) -> Iterator[Iteration]:
-    """Make `iteration` the one that the forward inside the block attends with, in this thread."""
-    token = _current.set(iteration)
-    try:
-        yield iteration
-    finally:
-        _current.reset(token)
 
 
 def paged_attention(
@@ -130,17 +119,18 @@ class TransformersForward:
         self.name = "transformers, packed weights, few rows in C" if products else "transformers"
 
     def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
+        under_way = _current.set(iteration)  # in this thread
         for linear, product in self._products:
             linear.__dict__["forward"] = product  # before the method of its class
         try:
-            with attending(iteration):
-                output = self._module(
-                    input_ids=iteration.batch.token_ids[None],
-                    position_ids=iteration.batch.positions[None],
-                    use_cache=False,
-                    logits_to_keep=wanted,
-                )
+            output = self._module(
+                input_ids=iteration.batch.token_ids[None],
+                position_ids=iteration.batch.positions[None],
+                use_cache=False,
+                logits_to_keep=wanted,
+            )
         finally:
+            _current.reset(under_way)
             for linear, _ in self._products:
                 del linear.__dict__["forward"]
         logits: torch.Tensor = output.logits[0]

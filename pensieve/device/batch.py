@@ -74,12 +74,6 @@ class Spans:
     chunks: Integers
     blocks: Integers
 
-    @classmethod
-    def of(cls, spans: Sequence[Span]) -> Spans:
-        numbers = [(span.first, span.start, span.stop, len(span.blocks)) for span in spans]
-        first, start, stop, chunks = np.ascontiguousarray(np.array(numbers, dtype=np.int64).reshape(-1, 4).T)
-        return cls(first, start, stop, chunks, np.concatenate([_integers(()), *(span.blocks for span in spans)]))
-
     @property
     def queries(self) -> Integers:
         return self.stop - self.start

@@ -33,10 +33,6 @@ class Flight:
     error: Exception | None = None
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def tickets(self) -> list[int]:
-        return [move.ticket for move in self.plan.moves]
-
     def send(self, slots: tuple[int, ...], drawn: Drawn) -> None:
         """Start the one copy to the host that a step makes: tokens, and margins bit for bit."""
         both = torch.stack([drawn.tokens, drawn.margins.double().view(torch.int64)])

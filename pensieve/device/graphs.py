@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pensieve.device.attention import Forward, Iteration
-from pensieve.device.batch import Batch, Span, Spans
+from pensieve.device.batch import Batch, Spans
 from pensieve.device.kernels.base import CapturingBackend, StandingPlan
 
 Work = Callable[[], torch.Tensor]
@@ -92,15 +92,16 @@ class DecodeGraphs:
         )
         self._all_rows = torch.arange(most_rows, device=device)
         self._logits: torch.Tensor | None = None  # what all graphs end in: each would keep its own
-        block = np.array([scratch], dtype=np.int64)
         for size in reversed(self.buckets):  # the largest first: the others fit into its memory
             rows = slice(0, size)
             static = self._token_ids[rows], self._positions[rows], self._write_places[rows]
-            batch = Batch(*static, Spans.of(()), self._all_rows[rows], ())
+            places = np.arange(size)  # each attends to the one position that it writes
+            spans = Spans(places, 0 * places, 0 * places + 1, 0 * places + 1, 0 * places + scratch)
+            batch = Batch(*static, spans, self._all_rows[rows], ())
             plan = backend.standing(pool, chunk_tokens, size, max_blocks)
-            zeros, spans = torch.zeros_like(batch.positions), Spans.of([Span(row, 0, 1, block) for row in range(size)])
-            places = zeros + scratch * chunk_tokens
-            self._fill(batch, plan, replace(batch, token_ids=zeros, positions=zeros, write_places=places, spans=spans))
+            zeros = torch.zeros_like(batch.positions)
+            to_scratch = replace(batch, token_ids=zeros, positions=zeros, write_places=zeros + scratch * chunk_tokens)
+            self._fill(batch, plan, to_scratch)
             try:
                 replay = record(partial(self._compute, batch, plan), device, memory)
             except torch.OutOfMemoryError:

@@ -307,7 +307,7 @@ class TorchWorker:
                 failure = without_frames(raised)
         if failure is not None:
             error = explain(failure, self.model.device)
-            transfer.abandon(flight.tickets)
+            transfer.abandon([move.ticket for move in plan.moves])
         if self.keep_logits and flight.logits:
             self.last_logits = flight.logits
         waited_ns = transfer.stalled_ns()

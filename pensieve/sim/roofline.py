@@ -7,6 +7,7 @@ tensor-parallel group, which adds two all-reduces a layer.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,17 +28,11 @@ class Machine(ABC):
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
         self.model, self.hardware, self.chunk_tokens = model, hardware, chunk_tokens
         self._block_bytes = chunk_tokens * model.kept_bytes_per_token
-        self._chunks: dict[int, float] = {}
+        self.recompute_s = cache(self._chunk_s)  # policies and ledgers ask again and again
 
     @abstractmethod
     def _chunk_s(self, context_tokens: int) -> float:
         """One chunk that ends there, as part of a longer prefill."""
-
-    def recompute_s(self, context_tokens: int) -> float:
-        known = self._chunks.get(context_tokens)  # policies and ledgers ask again and again
-        if known is None:
-            known = self._chunks[context_tokens] = self._chunk_s(context_tokens)
-        return known
 
     def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
         """See SimulatedCost. Copy engines take pieces one by one: a run has one a layer. Every GPU of a group moves its own

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pensieve.core.plan import Row, Sample
-from pensieve.device.batch import Batch, BlockTables, build_batch
+from pensieve.device.batch import Batch, BlockTables, Span, Spans, build_batch
 from pensieve.device.kernels.base import Plan, Scores
 
 Runs = Sequence[tuple[int, int]]
@@ -71,6 +72,11 @@ class Case:
         assert torch.isnan(self.pool[0]).all(), "the other layer is not touched"
         difference = float((got.cpu().double() - expected).abs().max())
         assert difference <= TOLERANCE[got.dtype] * max(1.0, float(expected.abs().max())), difference
+
+
+def spans_of(spans: Sequence[Span]) -> Spans:
+    numbers = [(span.first, span.start, span.stop, len(span.blocks)) for span in spans]
+    return Spans(*np.ascontiguousarray(np.array(numbers).T), np.concatenate([span.blocks for span in spans]))
 
 
 def make_case(

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from pensieve.compiler import find_compiler
-from pensieve.device.batch import Spans
 from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
 from pensieve.device.model import load_backend
 from pensieve.errors import EngineMissing
 
-from .cases import MIXED, Heads, make_case
+from .cases import MIXED, Heads, make_case, spans_of
 from .conftest import INTERPRETED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -143,7 +142,7 @@ def test_neither_other_rows_nor_threads_change_a_row(dtype):
     plan, alone = plan_of("native", case), []
     case.attend(plan, None, None, None)  # everybody's keys are in the pool
     for span in case.batch.spans:
-        own = replace(case, batch=replace(case.batch, spans=Spans.of([replace(span, first=0)])))
+        own = replace(case, batch=replace(case.batch, spans=spans_of([replace(span, first=0)])))
         queries = case.queries[span.first : span.first + span.queries]
         alone.append(plan_of("native", own).attend(case.pool[1], queries, case.keys, case.values, Scores()))
     before = torch.get_num_threads()

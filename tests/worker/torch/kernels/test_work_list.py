@@ -2,8 +2,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.device.batch import Span, Spans
+from pensieve.device.batch import Span
 from pensieve.device.kernels.work_list import SMALL, Cutting, padded, work_list
+
+from .cases import spans_of
 
 
 def _spans(bounds, chunk=16):
@@ -11,7 +13,7 @@ def _spans(bounds, chunk=16):
     for start, stop in bounds:
         spans.append(Span(first, start, stop, np.arange(first, first + -(-stop // chunk), dtype=np.int64)))
         first += stop - start
-    return Spans.of(spans)
+    return spans_of(spans)
 
 
 def _pairs(work, cutting, window):
