@@ -13,9 +13,9 @@ from rich.console import Console
 from analysis import registry
 from analysis.registry import Drawing, Figure
 from analysis.sweep import Source, open_source
-from pensieve.errors import PensieveError, ResultsError
+from pensieve.errors import PensieveError
 from pensieve.lab.compose.conf import outputs_folder
-from pensieve.lab.results.store import LATEST, figures_folder, open_store
+from pensieve.lab.results.store import LATEST, figures_folder, recorded_store
 from pensieve.units import grid
 
 _WIDTH = 120  # of a terminal that does not say
@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if named and one.table is not None:
                 console.print(grid(one.table, " · ".join(filter(None, [one.title, one.panel.text])), fold=True))
                 console.print(one.caption, markup=False)
-            print(*one.paths, sep="\n")
+            print(*one.files.values(), sep="\n")
         others = sum(not (figure.asked or figure.holds(source)) for figure in registry.FIGURES.values())
         if others and not named:
             print(f"{others} figures need other experiments (--help names them).", file=sys.stderr)
         if not drawings and not failed:
             print(f"Sweep {source.sweep.id} supports no figure; `{source.command}` completes it.", file=sys.stderr)
 
-    status = guarded(options, draw)
+    status = guarded(draw)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else status
@@ -102,7 +102,7 @@ def source_options(description: str) -> argparse.ArgumentParser:
     return found
 
 
-def guarded(options: argparse.Namespace, draw: Callable[[], None]) -> int:
+def guarded(draw: Callable[[], None]) -> int:
     """Run `draw`; an error is one sentence and status 1."""
     try:
         draw()
@@ -113,18 +113,14 @@ def guarded(options: argparse.Namespace, draw: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        folder = options.to or outputs_folder() / "figures"
-        print(f"{folder} cannot be written: {error.strerror or error}; set PENSIEVE_OUTPUTS.", file=sys.stderr)
+        print(f"It cannot be written: {error}; set PENSIEVE_OUTPUTS, or --to.", file=sys.stderr)
         return 1
     return 0
 
 
 def chosen_source(options: argparse.Namespace) -> Source:
-    variable = options.url_env
-    if variable is not None and not os.environ.get(variable):
-        raise ResultsError(f"The environment variable {variable} is not set; put the database's URL into it.")
-    store = open_store(outputs_folder(), os.environ[variable] if variable else None, create=False)
     wanted = [name.strip() for name in options.baselines.split(",")] if options.baselines else []
+    store = recorded_store(outputs_folder(), options.url_env)
     return open_source(store, options.sweep, wanted, options.allow_mixed, options.also)
 
 

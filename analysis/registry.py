@@ -52,24 +52,15 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One figure on disk. table: its numbers as cells. png, pdf: None where the figure is that table. text: the caption; of a
-    table the table with it, in Markdown.
-    """
+    """One figure on disk. files: by their suffixes: png and pdf with the caption as txt, or the table as md; csv, json.
+    table: its numbers as cells."""
 
     name: str
     title: str
     panel: Panel
     caption: str
-    png: Path | None
-    pdf: Path | None
-    text: Path
-    csv: Path
-    sidecar: Path
+    files: Mapping[str, Path]
     table: Table | None
-
-    @property
-    def paths(self) -> list[Path]:
-        return [path for path in (self.png, self.pdf, self.text, self.csv, self.sidecar) if path is not None]
 
 
 class Figure(BaseModel, frozen=True, extra="allow"):
@@ -139,20 +130,19 @@ def _publish(of: Figure, source: Source, plot: Plot, folder: Path) -> Drawing:
     gone = f"Left out, without a completed trial: {'; '.join(panel.left_out)}" if panel.left_out else ""
     caption = ". ".join(filter(None, [title, panel.text, warning, gone, footnote(origin, lead)]))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
-    png = pdf = None
     if plot.picture is not None:
         small = "\n".join(filter(None, [warning, brief(origin, drawn)]))
         style.compose(plot.picture, "\n".join(filter(None, [title, panel.text])), small, bool(warning))
-        png, pdf, text = style.save(plot.picture, stem, title, caption)
+        paths = style.save(plot.picture, stem, title, caption)
     else:
         assert plot.table is not None, "neither a picture nor a table"
-        text = stem.with_name(stem.name + ".md")
+        paths = [stem.with_name(stem.name + ".md")]
         folder.mkdir(parents=True, exist_ok=True)
         heading = " · ".join(filter(None, [title, panel.text]))
-        text.write_text(markdown(plot.table, heading, caption), encoding="utf-8")
-    table, sidecar = (stem.with_name(stem.name + suffix) for suffix in (".csv", ".json"))
+        paths[0].write_text(markdown(plot.table, heading, caption), encoding="utf-8")
+    paths.append(stem.with_name(stem.name + ".csv"))
     assert plot.rows, "a figure without data"
-    with table.open("w", newline="", encoding="utf-8") as file:
+    with paths[-1].open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*panel.group, *plot.rows[0]])
         writer.writeheader()
         writer.writerows({**panel.group, **row} for row in plot.rows)
@@ -161,7 +151,7 @@ def _publish(of: Figure, source: Source, plot: Plot, folder: Path) -> Drawing:
         "title": title,
         "what": lead,
         "group": dict(panel.group),
-        "files": [path.name for path in (png, pdf, text, table) if path is not None],
+        "files": [path.name for path in paths],
         "allow_mixed": bool(origin.mixed),
         **asdict(origin),
         "series": [
@@ -169,8 +159,9 @@ def _publish(of: Figure, source: Source, plot: Plot, folder: Path) -> Drawing:
             for cell in panel.cells
         ],
     }
-    sidecar.write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-    return Drawing(of.name, title, panel, caption, png, pdf, text, table, sidecar, plot.table)
+    paths.append(stem.with_name(stem.name + ".json"))
+    paths[-1].write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
+    return Drawing(of.name, title, panel, caption, {path.suffix[1:]: path for path in paths}, plot.table)
 
 
 def _interval_drawn(plot: Plot) -> bool:

@@ -20,7 +20,6 @@ from markupsafe import Markup
 
 from analysis import figures
 from analysis.sweep import DEFAULT_COMMAND, Source, device_of, ranges
-from pensieve.errors import PensieveError, ResultsError
 from pensieve.lab.compose.conf import conf_folder, outputs_folder
 from pensieve.lab.results.claims import VERDICTS, Judged, Verdict, judge_sweep, read_claims, record_claims
 from pensieve.lab.results.frame import axis_value, differences, flat, leaves, text_of, varying_axes
@@ -39,25 +38,24 @@ SYMBOLS: Mapping[Verdict, str] = {"holds": "✓", "fails": "✗", "inconclusive"
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    return figures.guarded(lambda: _write(options))
+
+
+def _write(options: argparse.Namespace) -> None:
     outputs = outputs_folder()
-    try:
-        claims = read_claims(options.claims or conf_folder() / "claims.yaml")
-        source = figures.chosen_source(options)
-        path = options.to or report_file(outputs, source.sweep.id)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        judged = judge_sweep(source.store, source.sweep.id, claims)
-        with tempfile.TemporaryDirectory() as folder:
-            html = render(source, judged, Path(folder))
-        path.write_text(html, encoding="utf-8")
-        print(path)
-        _keep(source, judged, outputs)
-    except PensieveError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"The report cannot be written: {error}; set PENSIEVE_OUTPUTS, or --to FILE.", file=sys.stderr)
-        return 1
-    return 0
+    claims = read_claims(options.claims or conf_folder() / "claims.yaml")
+    source = figures.chosen_source(options)
+    store, sweep = source.store, source.sweep
+    path = options.to or report_file(outputs, sweep.id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    judged = judge_sweep(store, sweep.id, claims)
+    with tempfile.TemporaryDirectory() as folder:
+        html = render(source, judged, Path(folder))
+    path.write_text(html, encoding="utf-8")
+    print(path)
+    record_claims(store, sweep.id, judged)
+    if sweep.mlflow_run_id is not None and copy_sweep(outputs, store, sweep.id) is not None:
+        print(f"Logged to MLflow as report.html of run {sweep.mlflow_run_id}.")
 
 
 def render(source: Source, judged: Sequence[Judged], folder: Path) -> str:
@@ -71,16 +69,6 @@ def render(source: Source, judged: Sequence[Judged], folder: Path) -> str:
         contents(source, judged), drawings=drawings, problems=problems, written=datetime.now(UTC),
         style=Markup((PAGE / "page.css").read_text(encoding="utf-8")),
     )  # fmt: skip
-
-
-def _keep(source: Source, judged: Sequence[Judged], outputs: Path) -> None:
-    try:
-        record_claims(source.store, source.sweep.id, judged)
-    except ResultsError as error:
-        print(f"The verdicts were not recorded: {error}", file=sys.stderr)
-    run = source.sweep.mlflow_run_id
-    if run is not None and copy_sweep(outputs, source.store, source.sweep.id) is not None:
-        print(f"Logged to MLflow as report.html of run {run}.")
 
 
 def _parser() -> argparse.ArgumentParser:

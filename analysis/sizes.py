@@ -76,14 +76,8 @@ def _heat(axes: Axes, found: SizeMap, name: str, title: str, scale: float, norm:
     axes.set_title(title)
     axes.grid(visible=False)
     axes.tick_params(length=0)
-    axes.set_xticks(
-        range(len(q.cpu)),
-        [spaced(size) for size in q.cpu],
-        rotation=40,
-        ha="right",
-        rotation_mode="anchor",
-        fontsize=5.5,
-    )
+    slanted: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor", "fontsize": 5.5}
+    axes.set_xticks(range(len(q.cpu)), [spaced(size) for size in q.cpu], **slanted)
     axes.set_yticks(range(len(q.gpu)), [spaced(size) for size in q.gpu], fontsize=5.5)
     for (gpu, cpu), value in np.ndenumerate(values):
         if max(values.shape) <= MOST_WRITTEN and not np.isnan(value):

@@ -13,11 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 
-Options._drop_tables_default += [
-    "GSUB",
-    "GPOS",
-    "GDEF",
-]  # of a PDF's fonts: reading them takes longest, and letters are placed
+# Of a PDF's fonts: reading them takes longest, and letters are placed.
+Options._drop_tables_default += ["GSUB", "GPOS", "GDEF"]
 
 WIDTH_IN = 3.3  # one column of a paper
 MARGIN_IN = 0.06

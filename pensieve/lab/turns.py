@@ -58,8 +58,7 @@ class TurnLog:
     """Turns in the order in which they finished. Raises OSError where the disk is full."""
 
     def __init__(self) -> None:
-        self._file = TemporaryFile(buffering=0)  # noqa: SIM115 (closed with the last reader)
-        self._end = 0
+        self._file = TemporaryFile()  # noqa: SIM115 (closed with the last reader)
         self._blocks: list[_Block] = []
         self._codes: dict[str, dict[str | None, int]] = {name: {} for name in _WORDS}
 
@@ -82,20 +81,14 @@ class TurnLog:
 
     def _kept(self, data: bytes) -> int:
         """Where it begins in the file."""
-        place = self._end
-        while self._end < place + len(data):
-            self._end += os.pwrite(self._file.fileno(), data[self._end - place :], self._end)
+        place = self._file.seek(0, os.SEEK_END)
+        self._file.write(data)
         return place
 
     def _read(self, where: int, first: int, count: int) -> Floats:
         """So many numbers, from that number of a piece on."""
-        parts: list[bytes] = []
-        place, left = where + 8 * first, 8 * count
-        while left:
-            parts.append(os.pread(self._file.fileno(), left, place))
-            assert parts[-1], "nobody else has the file"
-            place, left = place + len(parts[-1]), left - len(parts[-1])
-        return np.frombuffer(b"".join(parts))
+        self._file.seek(where + 8 * first)
+        return np.frombuffer(self._file.read(8 * count))
 
     def __len__(self) -> int:
         return sum(block.turns for block in self._blocks)

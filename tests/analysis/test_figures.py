@@ -27,7 +27,7 @@ def test_what_was_let_through_is_said_in_the_picture_and_beside_it(store, drawn,
         store.set_trial(trial.id, simulated=True)
     [drawing] = registry.FIGURES["ttft_by_turn"].draw(open_source(store, allow_mixed=True), tmp_path)
     warning = next(text for text in drawn["ttft_by_turn"].texts if text.startswith("MIXED: "))
-    told = json.loads(drawing.sidecar.read_text())
+    told = json.loads(drawing.files["json"].read_text())
     assert told["allow_mixed"] is True
     assert warning.startswith(" ".join(["MIXED:", *"; ".join(told["mixed"]).split()]))
 

@@ -110,7 +110,7 @@ def test_without_mlflow_one_sentence(
     store = open_store(tmp_path)
     sweep = open_sweep(store)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    mlflow_runs._say_not_logged.cache_clear()
+    mlflow_runs.say_not_logged.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert copy_sweep(tmp_path, store, sweep) is None
         assert copy_trial(tmp_path, store, store.begin_trial(trial_fields())) is None

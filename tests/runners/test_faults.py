@@ -66,7 +66,7 @@ def check_whole(outputs, jobs=JOBS):
         (tokens,) = store.artifacts_of(job.trial.id, "tokens")
         assert tokens.path.is_file()
     assert not [n for n in sweep_table(store, sweep).notes if n.code == "not_completed"]
-    assert sum(row.trials for row in sweep_table(store, sweep).rows) == jobs
+    assert sum(int(row.cells["\nn"]) for row in sweep_table(store, sweep).rows) == jobs
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 status."""
 
 import argparse
-import os
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from pensieve.lab.results import export
 from pensieve.lab.results.compare_trials import compare_trials, objective_of, select_trials
 from pensieve.lab.results.frame import OURS, REFERENCE, Frame
 from pensieve.lab.results.schema import Sweep, Trial
-from pensieve.lab.results.store import ResultsStore, open_store
+from pensieve.lab.results.store import ResultsStore, recorded_store
 from pensieve.lab.results.tokens import read_tokens
 from pensieve.lab.trial.terminal import console
 from pensieve.serve.record import TurnRecord, is_measured
@@ -51,7 +50,7 @@ interval from five seeds on. "A / B" is the geometric mean of the pairs' ratios.
 def results(argv: Sequence[str] | None, description: str | None) -> int:
     """Raises PensieveError."""
     options = _parser(description).parse_args(argv)
-    store = opened(options.url_env)
+    store = recorded_store(outputs_folder(), options.url_env)
     store.interrupt_dead()  # what was killed could not record its end
     found: int | Iterable[str] = options.run(store, options)
     if isinstance(found, int):
@@ -60,14 +59,6 @@ def results(argv: Sequence[str] | None, description: str | None) -> int:
         print(line)
     sys.stdout.flush()
     return 0
-
-
-def opened(url_env: str | None) -> ResultsStore:
-    """The database that the environment variable names; None: outputs/results.db. Raises ResultsError where there is none."""
-    url = os.environ.get(url_env) if url_env else None
-    if url_env and not url:
-        raise ResultsError(f"The environment variable {url_env} is not set; export it with the database's URL.")
-    return open_store(outputs_folder(), url, create=False)
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
@@ -257,7 +248,7 @@ def compare(argv: Sequence[str] | None, description: str | None) -> int:
     parser.add_argument("--url-env", help="environment variable with the database's URL (default: outputs/results.db)")
     options = parser.parse_args(argv)
     wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
-    store = opened(options.url_env)
+    store = recorded_store(outputs_folder(), options.url_env)
     words = (options.a, options.b)
     a, b = (select_trials(store, one) for one in words)
     asked = Slo(options.slo_ttft_ms, options.slo_tpot_ms)

@@ -335,11 +335,8 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
     for claim in claims:
         varied = varying_axes(evidence.sweep.overrides, evidence.trials)
         over = next((axis for axis in claim.over if axis in varied), claim.over[0] if claim.over else None)
-        panels = evidence.panels(*([over] if over else []))
+        panels = evidence.panels(*([over] if over else [])) or [Panel({}, ())]
         judged = [_judged(claim, evidence, panel, over, len(panels) > 1) for panel in panels]
-        if not judged:
-            why = "no trial of this sweep is completed"
-            judged = [Judged(claim.name, claim, "", None, None, None, (), "not comparable", why, (why,), False)]
         comparable = [one for one in judged if one.verdict != "not comparable"]
         found += comparable or [min(judged, key=lambda one: len(one.differences))]
     return found

@@ -141,8 +141,10 @@ def this_process() -> Owner:
     return Owner(host(), process.pid, datetime.fromtimestamp(process.create_time(), UTC))
 
 
-def is_alive(owner: Owner, heartbeat_at: datetime, now: datetime) -> bool:
-    """Whether the process runs: checked by pid and start time on this host, elsewhere by a heartbeat of the last 60 s."""
+def is_alive(owner: Any, heartbeat_at: datetime, now: datetime) -> bool:
+    """Whether the process runs: checked by pid and start time on this host, elsewhere by a heartbeat of the last 60 s.
+
+    owner: an Owner, or a row of table `trial`."""
     if owner.host != host():
         return now - heartbeat_at <= HEARTBEAT_LIMIT
     try:
@@ -152,4 +154,4 @@ def is_alive(owner: Owner, heartbeat_at: datetime, now: datetime) -> bool:
         started_at = datetime.fromtimestamp(process.create_time(), UTC)
     except psutil.NoSuchProcess:
         return False
-    return abs(started_at - owner.process_started_at) <= START_TOLERANCE
+    return bool(abs(started_at - owner.process_started_at) <= START_TOLERANCE)

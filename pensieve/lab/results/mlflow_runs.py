@@ -63,11 +63,11 @@ def _told() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _say_not_logged(str(error).strip().partition("\n")[0] or type(error).__name__)
+        say_not_logged(str(error).strip().partition("\n")[0] or type(error).__name__)
 
 
 @cache  # a sweep meets the same full disk at each trial
-def _say_not_logged(reason: str) -> None:
+def say_not_logged(reason: str) -> None:
     logging.getLogger(__name__).warning(
         "Nothing was logged to MLflow (%s); the results database is complete without it.", reason
     )

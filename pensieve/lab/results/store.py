@@ -1,6 +1,7 @@
 """Reads and writes sweeps, trials, and the turns, metrics, samples and artifacts of trials."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -17,7 +18,7 @@ from sqlalchemy.orm import Session, aliased
 from pensieve.core.plan import Tier
 from pensieve.errors import ResultsError, TrialRunning, typed
 from pensieve.lab.metrics import SLO_METRICS, MetricValue, Slo, is_known, slo_metrics
-from pensieve.lab.results.environment import HEARTBEAT_LIMIT, Owner, host, is_alive, this_process
+from pensieve.lab.results.environment import HEARTBEAT_LIMIT, host, is_alive, this_process
 from pensieve.lab.results.schema import (
     BENCH,
     ArtifactRow,
@@ -272,9 +273,8 @@ class ResultsStore:
             for sweep in session.scalars(select(Sweep).where(Sweep.status == "running")):
                 own = select(func.max(Trial.heartbeat_at)).where(Trial.id.in_(_ran_by(sweep.id)))
                 heard = max(sweep.started_at, connection.scalar(own) or sweep.started_at)
-                owned = _owned(connection, Trial.id.in_(_ran_by(sweep.id)))
-                alive = any(is_alive(owner, row.heartbeat_at, now) for row, owner in owned)
-                if now - heard > HEARTBEAT_LIMIT and not alive:
+                ran = session.scalars(select(Trial).where(Trial.id.in_(_ran_by(sweep.id))))
+                if now - heard > HEARTBEAT_LIMIT and not any(is_alive(one, one.heartbeat_at, now) for one in ran):
                     sweep.status, sweep.finished_at = "interrupted", heard
         return count
 
@@ -467,6 +467,14 @@ def open_store(outputs: Path, url: str | None = None, create: bool = True) -> Re
     return ResultsStore(url, root=outputs, create=create)
 
 
+def recorded_store(outputs: Path, url_env: str | None) -> ResultsStore:
+    """As open_store for readers, of the database that this environment variable names. Raises ResultsError."""
+    url = os.environ.get(url_env) if url_env else None
+    if url_env and not url:
+        raise ResultsError(f"The environment variable {url_env} is not set; export it with the database's URL.")
+    return open_store(outputs, url, create=False)
+
+
 def figures_folder(outputs: Path, sweep_id: int) -> Path:
     return outputs / "figures" / f"sweep-{sweep_id}"
 
@@ -493,17 +501,12 @@ def _ran_by(sweep_id: int) -> Select[int]:
     return select(SweepTrial.trial_id).where(SweepTrial.sweep_id == sweep_id, SweepTrial.reused.is_(False))
 
 
-def _owned(connection: Connection, which: ColumnElement[bool]) -> list[tuple[Row[Any], Owner]]:
-    owner = (getattr(Trial, f.name) for f in fields(Owner))
-    rows = connection.execute(select(Trial.id, Trial.heartbeat_at, *owner).where(which))
-    return [(row, Owner(row.host, row.pid, row.process_started_at)) for row in rows]
-
-
 def _interrupt_dead(connection: Connection, now: datetime, which: ColumnElement[bool]) -> int:
-    owned = _owned(connection, which & (Trial.status == "running"))
-    dead = [(row, owner) for row, owner in owned if not is_alive(owner, row.heartbeat_at, now)]
-    for row, owner in dead:
-        error = f"Process {owner.pid} on {owner.host} ended without finishing this trial; run the same command again."
+    columns = (Trial.id, Trial.heartbeat_at, Trial.host, Trial.pid, Trial.process_started_at)
+    rows = connection.execute(select(*columns).where(which, Trial.status == "running"))
+    dead = [row for row in rows if not is_alive(row, row.heartbeat_at, now)]
+    for row in dead:
+        error = f"Process {row.pid} on {row.host} ended without finishing this trial; run the same command again."
         ended = {"status": "interrupted", "error": error, "finished_at": row.heartbeat_at}
         connection.execute(update(Trial).where(Trial.id == row.id).values(**ended))
     return len(dead)
