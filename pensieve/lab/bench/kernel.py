@@ -114,7 +114,7 @@ def _measure(
     replays = {name: _captured(call, bench.device) for name, call in calls.items()}
     with torch.inference_mode():
         best = {name: replays[name] or call for name, call in calls.items()}
-        times = interleaved(best, bench.rounds(_ROUNDS[bench.device.type]), bench.device)
+        times = interleaved(best, bench.options.repeats or _ROUNDS[bench.device.type], bench.device)
     measured = []
     for name, one in times.items():
         used, captured = backends.get(name), {"captured": replays[name] is not None}

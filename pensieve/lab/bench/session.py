@@ -94,10 +94,6 @@ class Bench:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def rounds(self, otherwise: int) -> int:
-        """How many interleaved repetitions: bench.repeats, or the target's own choice."""
-        return self.options.repeats or otherwise
-
     @property
     def copy_bytes_s(self) -> float:
         """Bytes a second, read plus written, of a plain copy within device memory: the best of this command."""
@@ -294,8 +290,6 @@ def _run(bench: Bench) -> str | None:
         return str(error)
     except ModuleNotFoundError as error:
         return f"the Python package {error.name or error} is not installed; install it and run again."
-    except torch.OutOfMemoryError as error:
-        return f"the device ran out of memory ({str(error).splitlines()[0]}); free it, or choose a smaller bench.model."
     except Exception as error:  # a fault of ours: shown whole, and the other targets still run
         traceback.print_exc()
         return f"it stopped ({explain(error)}); what it measured before is recorded."

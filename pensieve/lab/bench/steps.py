@@ -97,7 +97,7 @@ def run_decode(bench: Bench) -> None:
         peer = partial(Greedy(module, batch, context, spec.vocab).step_ms, _STEPS[kind])
         sizes = {"batch": batch, "context": context}
         case = Case(f"decode {batch} at {context}", 0.0, "weights and KV at copy bandwidth", "step_ms", sizes)
-        _measure(bench, case, partial(floor_ms, spec, batch, context), stepper, ours, peer, bench.rounds(5))
+        _measure(bench, case, partial(floor_ms, spec, batch, context), stepper, ours, peer, bench.options.repeats or 5)
 
 
 def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, matrix_flops_s: float) -> float:
@@ -129,7 +129,7 @@ def run_prefill(bench: Bench) -> None:
         peer = partial(forward, torch.tensor([prompt(0, tokens, spec.vocab)], device=bench.device))
         floor_is = "operations at the measured matrix rate"
         case = Case(f"prefill {tokens}", 0.0, floor_is, "prefill_ms", {"tokens": tokens})
-        rounds = bench.rounds(9 if bench.on_gpu else 5)
+        rounds = bench.options.repeats or (9 if bench.on_gpu else 5)
         _measure(bench, case, partial(least_ms, tokens), stepper, partial(stepper.prefill, tokens), peer, rounds)
 
 

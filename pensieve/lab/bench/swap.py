@@ -52,7 +52,7 @@ def _fragments(bench: Bench, spec: ModelSpec) -> None:
             "plain_copy": lambda: plain_target.copy_(plain_source, non_blocking=True),
         }
         with torch.inference_mode():
-            times = interleaved(runs, bench.rounds(7), bench.device)
+            times = interleaved(runs, bench.options.repeats or 7, bench.device)
         rates = [replace(one, values=[size / ms / 1e6 for ms in one.values]) for one in times.values()]
         fragment = together * tensors.layer_block_bytes
         case = Case(
@@ -112,7 +112,7 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
         "transfer": lambda: step((), copies),
         "compute": lambda: step((row,), ()),
     }
-    times = in_turn(ways, bench.rounds(7))
+    times = in_turn(ways, bench.options.repeats or 7)
     worker.close()
     middle = {name: one.value for name, one in times.items()}
     hidden = (middle["sequential"] - middle["pipelined"]) / min(middle["transfer"], middle["compute"])

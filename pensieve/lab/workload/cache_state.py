@@ -154,9 +154,13 @@ def check_start(plan: WorkloadPlan, turns: Turns, starts_empty: bool = True) -> 
                 "first, on the same engine."
             )
         return
-    if (found := _found_first(told, order[0])) and starts_empty:
+    # An engine that does not tell when it admits a turn may have served another one before it: of what the first one found,
+    # that counts which nobody had said in the trial.
+    unsaid, at = told["unexplained_tokens"], order[0]
+    found = _found(told)[at] if np.isnan(unsaid[at]) or told["admitted_s"][at] >= 0 else unsaid[at]
+    if found and starts_empty:
         raise MeasurementInvalid(
-            f"The workload starts with a {plan.cache_state} cache, but the first turn found {found} tokens of its prompt "
+            f"The workload starts with a {plan.cache_state} cache, but the first turn found {found:.0f} tokens of its prompt "
             "there. Restart the engine or empty its cache."
         )
     wrong = first[(history[first] > 0) != (plan.cache_state == "primed")]
@@ -205,13 +209,6 @@ def _begun_s(turns: Turns) -> Floats:
     """When each was admitted; of an engine that does not tell, when it arrived there, if it was served."""
     admitted_s = turns["admitted_s"]
     return np.where(np.isnan(admitted_s) & ~np.isnan(turns["prompt_tokens"]), turns["arrived_s"], admitted_s)
-
-
-def _found_first(turns: Turns, place: int) -> int:
-    """What the first turn found. An engine that does not tell when it admits a turn may have served another one before it:
-    of what it found, that counts which nobody had said in the trial."""
-    unsaid = turns["unexplained_tokens"][place]
-    return int(_found(turns)[place] if np.isnan(unsaid) or turns["admitted_s"][place] >= 0 else unsaid)
 
 
 def _found(turns: Turns) -> Floats:

@@ -215,10 +215,8 @@ class RoundsWorkload(Playback):
             shuffled(count, context.seed, "round", number) if order == "random" else range(count)
             for number in range(rounds)
         ]
-        turns = [(measured[one], number) for number, places in enumerate(orders, start=1) for one in places]
-        self._to_ask = turns[::-1]  # the next one last
+        self._to_ask = [(measured[one], number) for number, places in enumerate(orders, start=1) for one in places]
         self._under_way: set[str] = set()
-        self._ended: set[str] = set()
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         if turn.session in self._warming:
@@ -226,7 +224,7 @@ class RoundsWorkload(Playback):
         assert turn.finished_s is not None
         self._under_way.discard(turn.session)
         if turn.status != "completed":
-            self._ended.add(turn.session)
+            self._to_ask = [(talk, number) for talk, number in self._to_ask if talk.session != turn.session]
         return self._ask_next(turn.finished_s)
 
     def foresee(self, session: str, turn: int) -> Following | None:
@@ -240,9 +238,8 @@ class RoundsWorkload(Playback):
 
     def _ask_next(self, now: float) -> list[Arrival]:
         """The next conversation that is not under way: one of the round before may still have no answer."""
-        for place in range(len(self._to_ask) - 1, -1, -1):
-            talk, turn = self._to_ask[place]
-            if talk.session not in self._ended and talk.session not in self._under_way:
+        for place, (talk, turn) in enumerate(self._to_ask):
+            if talk.session not in self._under_way:
                 del self._to_ask[place]
                 self._under_way.add(talk.session)
                 return [self._arrival(talk, turn, now)]

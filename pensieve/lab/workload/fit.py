@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -149,23 +149,17 @@ def warmups(dialogues: Sequence[Dialogue], turns: int, side_by_side: int, contex
     sessions = min(side_by_side, turns)
     found = []
     for index in range(sessions):
-        pattern = dialogues[index % len(dialogues)]
-        share = turns // sessions + (index < turns % sessions)
-        name = f"warmup-{index}"
-        found.append(Dialogue(name, "warmup", tuple(_repeated(pattern, share, name, context)), share))
+        pattern, name, said = dialogues[index % len(dialogues)], f"warmup-{index}", 0
+        steps: list[Step] = []
+        for turn in range(turns // sessions + (index < turns % sessions)):
+            step = pattern.steps[turn % pattern.turns]  # from an empty history where the context is full
+            continues = step.continues and said + step.message + step.reply <= context.max_context
+            prompt = said + step.message if continues else step.message
+            build = partial(filler, step.message, context.vocab, context.seed, name, turn)
+            steps.append(Step(build, step.message, prompt, step.reply, continues))
+            said = prompt + step.reply
+        found.append(Dialogue(name, "warmup", tuple(steps), len(steps)))
     return found
-
-
-def _repeated(pattern: Dialogue, turns: int, name: str, context: WorkloadContext) -> Iterator[Step]:
-    """The pattern's messages and replies, again and again; from an empty history where the context is full."""
-    said = 0
-    for turn in range(turns):
-        step = pattern.steps[turn % pattern.turns]
-        continues = step.continues and said + step.message + step.reply <= context.max_context
-        prompt = said + step.message if continues else step.message
-        build = partial(filler, step.message, context.vocab, context.seed, name, turn)
-        yield Step(build, step.message, prompt, step.reply, continues)
-        said = prompt + step.reply
 
 
 def fitted(

@@ -50,7 +50,7 @@ def rows_of(
     Raises as load does."""
     name, found = _opened(path, format)
     if name in served.SERVED:
-        return served.rows_of(name, Reader(found, on_malformed), salt)
+        return served.in_order(*served.SERVED[name][0](Reader(found, on_malformed), salt))
     return traffic.converted(load(path, format, on_malformed), salt)
 
 

@@ -20,11 +20,6 @@ from pensieve.lab.workload.formats.vllm_events import vllm_events
 Read = tuple[Facts, list[Exchange]]
 
 
-def rows_of(format: str, reader: Reader, salt: Salt) -> Read:
-    """Raises MalformedInput."""
-    return in_order(*SERVED[format][0](reader, salt))
-
-
 def in_order(facts: Facts, rows: list[Exchange]) -> Read:
     """The rows in order of arrival, which begin at second 0."""
     rows.sort(key=lambda one: one.arrival_s or 0.0)

@@ -9,7 +9,7 @@ from pensieve.core.request import Hint, StopReason
 from pensieve.lab.traffic import table
 from pensieve.lab.traffic.table import BLOCK_BYTES, Exchange, Facts, Salt, with_ratio
 from pensieve.lab.workload.formats.reading import Reader
-from pensieve.lab.workload.formats.served import rows_of
+from pensieve.lab.workload.formats.served import SERVED, in_order
 from pensieve.lab.workload.formats.timed import continuations
 from pensieve.lab.workload.playback import Begun
 from pensieve.lab.workload.recording import (
@@ -41,7 +41,7 @@ STOPS |= {one: one for one in get_args(StopReason)}
 
 
 def read_served(format: str, reader: Reader) -> Recording:
-    return _recording(*rows_of(format, reader, Salt(b"of a replay")))
+    return _recording(*in_order(*SERVED[format][0](reader, Salt(b"of a replay"))))
 
 
 def read(reader: Reader) -> Recording:
