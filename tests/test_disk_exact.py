@@ -328,6 +328,17 @@ def test_a_file_in_use_or_too_large_is_refused(tmp_path):
         PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), 1 << 40, 2, 64)
 
 
+def test_of_a_chunk_that_was_written_twice_the_newer_one_is_kept(tmp_path):
+    given = tmp_path / "x.kv", tmp_path, bytes(32), 4, 2, 64
+    file = PoolFile(*given)
+    for block in (1, 3, 2):
+        file.write(block, b"k" * 16, [memoryview(bytes(64))] * 2)
+    file.close()
+    file = PoolFile(*given)
+    assert file.kept == {b"k" * 16: 2}
+    file.close()
+
+
 def test_the_measured_time_is_that_of_a_read_and_no_block_is_taken(tmp_path):
     file = PoolFile(None, tmp_path, bytes(32), 4, 2, 1 << 16)
     file.write(1, b"k" * 16, [memoryview(bytes(1 << 16))] * 2)

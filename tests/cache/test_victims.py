@@ -191,24 +191,19 @@ def test_a_choice_costs_as_much_however_many_are_idle() -> None:
     assert costs[1] < 1.2 * costs[0]
 
 
-class Turning(EvictionPolicy):
-    """The newest goes first where it `keeps`, else the oldest."""
-
-    version = 0
-    keeps = False
-
-    def order(self, session: Session, chunk: int) -> float:
-        return -session.last_active_s if self.keeps else session.last_active_s
-
-
 def test_a_policy_that_says_that_its_order_has_turned_is_asked_anew() -> None:
+    class Turning(EvictionPolicy):
+        version = 0
+
+        def order(self, session: Session, chunk: int) -> float:
+            return session.last_active_s * (-1) ** self.version
+
     policy = Turning(policy_context())
     index = Tiers(policy, 4, 0, 0, CacheCounters()).dirty
     sessions = [with_chunks(Session(str(i), i, 0.0, float(i)), 3) for i in range(4)]
     for session in sessions:
         put(index, session, 0)
-    for keeps, first in ((False, 0), (True, 3), (False, 0)):
-        policy.keeps, policy.version = keeps, policy.version + 1
+    for policy.version, first in ((0, 0), (1, 3), (2, 0)):
         assert next(index.victims(9.0), None) == (sessions[first].leaf, 0)
 
 

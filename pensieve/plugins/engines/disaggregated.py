@@ -1,12 +1,5 @@
 """Disaggregated serving as engines: the client in this process, the model in another, three ways to divide what they hold.
-
-| baseline        | weights      | KV           | what crosses, a token                                   |
-|-----------------|--------------|--------------|---------------------------------------------------------|
-| semantic_blind  | the client's | the client's | weights, KV of the context, back: logits and all the KV |
-| partially_aware | stay         | the client's | KV of the context, back: logits and all the KV          |
-| fully_aware     | stay         | stays        | the token id, back                                      |
-
-KV lives as long as its request in all three, so nothing is kept from one turn to the next.
+docs/disaggregation.md has a table of them. KV lives as long as its request in all three: none is kept for the next turn.
 """
 
 from abc import abstractmethod

@@ -36,11 +36,11 @@ class HttpEngine(OutsideEngine):
 
     path, health = "/v1/completions", "/health"
     stops = True
+    _http: httpx.Client | None = None
 
     def __init__(self, setup: EngineSetup, start_timeout_s: float) -> None:
         self._setup, self._timeout_s = setup, start_timeout_s
         self._process: EngineProcess | None = None
-        self._http: httpx.Client | None = None
 
     def _connect(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
         import httpx

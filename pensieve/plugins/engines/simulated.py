@@ -1,13 +1,11 @@
 """What stands for an engine of others on a simulated machine that computes a token of one request at a time.
 
-Agents (ray_keepalive, ray_serverless): processes take turns on the card, an iteration each, as they do without MPS. Bytes of
-a process are its weights and the KV of what its request may come to; CUDA's own context is left out, so that more fit here
-than in reality.
+Agents (ray_keepalive, ray_serverless): processes take turns on the card, an iteration each, as they do without MPS. CUDA's
+own context is left out of their bytes, so that more fit here than in reality.
 
-Disaggregated (semantic_blind, partially_aware, fully_aware): nothing is sent. Messages have the sizes of wire.py
-for the model's own shapes, but for what no ModelSpec has: norms and biases among the weights (below 0.1 %) and their names in
-the head. A message takes its bytes over hardware.network_gbps and hardware.network_latency_s; neither direction carries two
-at once.
+Disaggregated (semantic_blind, partially_aware, fully_aware): nothing is sent. Messages have the sizes of wire.py for the
+model's own shapes, but for norms and biases among the weights (below 0.1 %) and their names in the head. They take
+hardware.network_gbps and hardware.network_latency_s; neither direction carries two at once.
 """
 
 from __future__ import annotations

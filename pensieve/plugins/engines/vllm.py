@@ -45,11 +45,9 @@ class _Vllm(OutsideEngine):
     and scheduler=; one block more than fits the budget is asked for, since vLLM never uses its first.
     """
 
-    _setup: EngineSetup
-    _process: EngineProcess | None
-
-    def _configure(self, prefix_caching: bool) -> None:
-        setup, block = self._setup, self._setup.block_tokens
+    def __init__(self, setup: EngineSetup, *, prefix_caching: bool = True, start_timeout_s: float = 600.0) -> None:
+        self._setup, self._timeout_s, block = setup, start_timeout_s, setup.block_tokens
+        self._process: EngineProcess | None = None
         named = os.environ.get(ENVIRONMENT_ENV)
         self._environment = Path(named).expanduser() if named else DEFAULT
         self.python = self._environment / "bin" / "python"
@@ -163,10 +161,8 @@ class Vllm(_Vllm):
         blocks_per_chunk: int = 1,
         offload_prompt_only: bool = True,
     ) -> None:
-        self._setup, self._timeout_s, self._policy = setup, start_timeout_s, policy
-        self._process = None
-        self._sending = threading.Lock()
-        self._configure(prefix_caching)
+        super().__init__(setup, prefix_caching=prefix_caching, start_timeout_s=start_timeout_s)
+        self._policy, self._sending = policy, threading.Lock()
         if policy is not None:
             own = {"policy_fields": dict(policy_fields or {}), "profile": profile, "seed": setup.seed}
             theirs = {"blocks_per_chunk": blocks_per_chunk, "offload_prompt_only": offload_prompt_only}
@@ -250,12 +246,8 @@ class Vllm(_Vllm):
             self._process.close()
 
 
-class VllmHttp(HttpEngine, _Vllm):
+class VllmHttp(_Vllm, HttpEngine):
     """vLLM's own server. It is asked in token ids and answers in them, so no tokenizer takes part."""
-
-    def __init__(self, setup: EngineSetup, *, prefix_caching: bool = True, start_timeout_s: float = 600.0) -> None:
-        super().__init__(setup, start_timeout_s)
-        self._configure(prefix_caching)
 
     def start(self) -> StartReport:
         self.check()
