@@ -238,10 +238,6 @@ class OpenAIHttp(HttpEngine):
         self._prompts, self._session_header = prompts, session_header
 
     def check(self) -> None:
-        if not self._base_url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"baseline.engine.base_url={self._base_url!r} is no address of a server; write http://127.0.0.1:8000/v1."
-            )
         if self._setup.tokenizer is None and self._prompts == "text":
             raise ConfigError("baseline=openai_http sends text only with a tokenizer; give the model one.")
 

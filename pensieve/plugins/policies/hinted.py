@@ -56,9 +56,6 @@ class OracleHint(Hinted):
     def soon(self, session: Session) -> bool:
         due_s = session.next_use_s
         truth = due_s is not None and due_s - session.last_active_s <= self.within_s
-        return truth != self._wrong(session)
-
-    def _wrong(self, session: Session) -> bool:
         named = f"{self.context.seed}/hint/{session.name}/{session.turns}"
         drawn = int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "big")
-        return drawn < self.error_pct / 100 * 2**64
+        return truth != (drawn < self.error_pct / 100 * 2**64)
