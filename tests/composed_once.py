@@ -20,9 +20,35 @@ def composing_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for scheme in ("file", "pkg"):
             source = SourcesRegistry.instance().resolve(scheme)
-            patch.setattr(source, "load_config", _reading_once(source.load_config))
-        patch.setattr(OmegaConf, "load", staticmethod(_loading_once(OmegaConf.load)))
+            patch.setattr(source, "load_config", _once(source.load_config, _of_source))
+        patch.setattr(OmegaConf, "load", staticmethod(_once(OmegaConf.load, _of_file)))
         yield
+
+
+def _once(load: Callable[..., Any], key_of: Callable[..., object]) -> Callable[..., Any]:
+    """key_of: of its arguments; None: load it each time."""
+    read: dict[object, bytes] = {}
+
+    @functools.wraps(load)
+    def loaded(*given: Any, **named: Any) -> Any:
+        key = key_of(*given, **named)
+        if key is None:
+            return load(*given, **named)
+        if key not in read:
+            read[key] = pickle.dumps(load(*given, **named))
+        return pickle.loads(read[key])  # Hydra takes its defaults out; a tenth of the time of a deep copy
+
+    return loaded
+
+
+def _of_source(source: Any, config_path: str) -> object:
+    file = os.path.join(source.path, source._normalize_file_name(config_path))
+    return source.provider, file, _state(file)
+
+
+def _of_file(file: Any) -> object:
+    state = _state(os.fspath(file)) if isinstance(file, str | os.PathLike) else None
+    return None if state is None else (os.fspath(file), state)
 
 
 def _state(file: str) -> tuple[int, int, int] | None:
@@ -32,33 +58,3 @@ def _state(file: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _reading_once(load: Callable[..., Any]) -> Callable[..., Any]:
-    read: dict[object, bytes] = {}
-
-    @functools.wraps(load)
-    def load_config(self: Any, config_path: str) -> Any:
-        file = os.path.join(self.path, self._normalize_file_name(config_path))
-        key = (self.provider, file, _state(file))
-        if key not in read:
-            read[key] = pickle.dumps(load(self, config_path))
-        return pickle.loads(read[key])  # Hydra takes its defaults out; a tenth of the time of a deep copy
-
-    return load_config
-
-
-def _loading_once(load: Callable[..., Any]) -> Callable[..., Any]:
-    read: dict[object, bytes] = {}
-
-    @functools.wraps(load)
-    def load_file(file: Any) -> Any:
-        state = _state(os.fspath(file)) if isinstance(file, str | os.PathLike) else None
-        if state is None:
-            return load(file)
-        key = (os.fspath(file), state)
-        if key not in read:
-            read[key] = pickle.dumps(load(file))
-        return pickle.loads(read[key])
-
-    return load_file

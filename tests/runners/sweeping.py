@@ -5,9 +5,10 @@ import os
 import signal
 import time
 
+from tests import composed
 from tests.typed import typed_process
 
-SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
+SHORT = ("hardware=sim_h100", *composed.SHORT)
 
 
 def start(outputs, *arguments):

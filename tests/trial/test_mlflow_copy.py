@@ -7,8 +7,8 @@ import pytest
 from pensieve import cli
 from pensieve.lab.results import mlflow_runs
 from pensieve.lab.results.store import open_store
+from tests.runners.sweeping import SHORT
 
-SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 SWEEP = ("-m", "seed=0", "baseline=pensieve,stateless")
 
 

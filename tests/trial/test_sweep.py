@@ -8,11 +8,9 @@ from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.trial import sweep as sweep_module
 from tests.results.trials import MEMORY, add_trial, open_sweep
+from tests.runners.sweeping import SHORT
 
-ONE_TRIAL = (
-    "hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2", "tracking.mlflow=false",
-    "-m", "seed=0", "baseline=pensieve",
-)  # fmt: skip
+ONE_TRIAL = (*SHORT, "tracking.mlflow=false", "-m", "seed=0", "baseline=pensieve")
 
 
 @pytest.fixture
