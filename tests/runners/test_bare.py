@@ -93,7 +93,7 @@ def test_a_package_that_cannot_be_missing_is_named_in_one_sentence(bare, runner)
 @pytest.mark.parametrize("installed", [True, False])
 def test_another_python_goes_on_in_the_environment_of_the_checkout(tmp_path, blocker, installed):
     checkout = tmp_path / "checkout"
-    for name in ("runners/run.py", "runners/_verb.py", "pensieve/cli.py", "pensieve/__init__.py", "pensieve/lazy.py"):
+    for name in ("runners/run.py", "runners/_verb.py", "pensieve/cli.py", "pensieve/__init__.py"):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(CHECKOUT / name, checkout / name)
     python = checkout / ".venv" / "bin" / "python"

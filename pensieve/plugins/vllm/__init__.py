@@ -3,7 +3,7 @@
 vLLM's kv_connector_module_path names this package.
 """
 
-from pensieve.lazy import from_modules
+from pensieve import from_modules
 
 __getattr__ = from_modules(
     __name__,

@@ -1,6 +1,6 @@
 """The engine as a library, and over HTTP. Names are resolved on first use: a client of one needs nothing of the other."""
 
-from pensieve.lazy import from_modules
+from pensieve import from_modules
 
 __all__ = ["Generation", "Server", "Stream", "create_server"]
 __getattr__ = from_modules(
