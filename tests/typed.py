@@ -119,7 +119,7 @@ def _run(
     if not figures:
         sweep.drawing = lambda *_: nullcontext(list)
     GlobalHydra.instance().clear()
-    mlflow_runs._say_not_logged.cache_clear()
+    mlflow_runs.say_not_logged.cache_clear()
     os.environ.clear()
     os.environ.update(given)
     os.chdir(cwd)
