@@ -27,7 +27,7 @@ def test_bytes_come_back_and_any_ids_decode():
 
 def test_a_folders_tokenizer_and_what_ends_a_sequence_beside_it(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(WeightsMissing, match="not a readable tokenizer"):
+    with pytest.raises(WeightsMissing, match="no tokenizer"):
         HubTokenizer(tmp_path)
     backend = Backend(models.WordLevel({"hello": 0, "world": 1, "<end>": 2, "[UNK]": 3}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -36,7 +36,9 @@ def test_a_folders_tokenizer_and_what_ends_a_sequence_beside_it(tmp_path):
     tokenizer = HubTokenizer(tmp_path)
     assert (tokenizer.encode("hello world"), tokenizer.decode([1, 0, 2])) == ([0, 1], "world hello")
     assert (tokenizer.vocab_size, tokenizer.eos_ids) == (4, frozenset())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"__type": "AddedToken", "content": "<end>"}})
+    )
     assert HubTokenizer(tmp_path, eos_ids=[1]).eos_ids == {1, 2}
 
 
