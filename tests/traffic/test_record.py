@@ -3,10 +3,10 @@
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from pensieve.lab.traffic.journal import Journal, finish
 from pensieve.lab.traffic.table import Exchange, Facts, read, read_facts
 from pensieve.lab.workload.formats import load
 from tests.server.live import simulated
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,13 +62,22 @@ def test_conversations_with_our_server_are_recorded_and_replayed(tmp_path):
     assert b"Tell" not in out.read_bytes() and list(tmp_path.iterdir()) == [out]
 
 
+def committed(out):
+    """How many completed requests the journal has. The writing process makes it, once it runs."""
+    with (
+        suppress(sqlite3.OperationalError),
+        closing(sqlite3.connect(f"file:{out}.journal?mode=ro", uri=True)) as journal,
+    ):
+        return journal.execute("select count(*) from row where json like '%completed%'").fetchone()[0]
+
+
 def test_what_is_older_than_a_second_outlives_kill_9(tmp_path):
     out = tmp_path / "traffic.parquet"
     with simulated() as (_, direct), recording(str(direct.base_url).rstrip("/"), out) as (process, url):
         with httpx.Client(base_url=url, timeout=60) as client:
             chat(client, "one")
             chat(client, "two")
-            time.sleep(2)  # the writer's second, and some time to be told
+        assert until(lambda: committed(out) == 2)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
     assert finish(out) == out
