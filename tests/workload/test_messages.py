@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.core.request import Free
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.chat import ChatWorkload
 from pensieve.serve.record import TurnRecord
@@ -36,6 +37,7 @@ def test_the_token_that_ends_a_reply_stands_there_once(chatml: HubTokenizer, end
     turn = TurnRecord(arrival.request.session, turn=1, phase="warmup", finished_s=1.0, token_ids=reply)
     turn.finish_reason = "eos" if ended else "length"
     (following,) = workload.on_finished(turn)
+    assert isinstance(following.request.output, Free)
     said = [*arrival.due().prompt, *reply, *following.due().prompt]
     chat = ChatTemplate(chatml)
     opening = chatml.decode(arrival.due().prompt).partition("user\n")[2].partition("\nassistant")[0]

@@ -1,14 +1,11 @@
 """Recordings fitted to a model, and played."""
 
-from array import array
-
 import pytest
 
-from pensieve.lab.replay import replay
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users
 from pensieve.lab.workload.recording import Call, Conversation, Count
-from tests.scripted import ScriptedSystem, context
+from tests.scripted import context
 from tests.workload.dry import drive, measured
 
 TIMED = [
@@ -33,17 +30,6 @@ def test_recorded_times_are_kept_whatever_the_system_does():
         assert [one.at_s - seen[0].at_s for one in seen] == pytest.approx([0, 0, 0.5 * scale, 4 * scale])
     assert len(measured(drive(playback(TIMED, Recorded()), fail={("b", 1)}))) == 4, "also where the one before failed"
     assert len(measured(drive(playback(TALKS, Poisson(1.0)), fail={("c2", 1)}))) == sum(len(c.calls) for c in TALKS) - 2
-
-
-def test_prompts_are_built_when_they_are_due():
-    system, workload = ScriptedSystem(), playback(TIMED, Recorded())
-    assert all(arrival.request.prompt == array("i") for arrival in drive(playback(TIMED, Recorded())))
-    replay(system, workload)
-    sent = {(one.session, one.turn): one for one in system.submitted if one.phase == "chat"}
-    assert {key: len(one.prompt) for key, one in sent.items()} == {
-        ("a", 1): 10, ("b", 1): 20, ("b", 2): 25, ("a", 2): 12,
-    }  # fmt: skip
-    assert sent["b", 1].next_use_s - sent["b", 1].intended_s == pytest.approx(0.5)
 
 
 def chat(name, *lengths):

@@ -5,7 +5,6 @@ from statistics import mean, median
 
 import pytest
 
-from pensieve.core.request import Free, Length
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.build import make_workload
 from pensieve.lab.compose.model_files import build_tokenizer
@@ -86,12 +85,6 @@ def test_a_sample_is_drawn_by_the_seed_and_holds_one_for_each_user(trace):
     drawn = [{session for session, _, _ in sent(build(trace, seed=seed, conversations=2))} for seed in range(4)]
     assert {len(one) for one in drawn} == {2} and len(set(map(frozenset, drawn))) > 1
     assert sharegpt_workload(context(), users=9, conversations=4).describe().sessions == 9
-
-
-def test_replies_end_where_the_model_ends_them_where_that_is_asked():
-    for free, kind in ((True, Free), (False, Length)):
-        workload = sharegpt_workload(context(force_lengths=False), conversations=2, free=free, max_new_tokens=9)
-        assert {type(one.request.output) for one in drive(workload)} == {kind}
 
 
 def test_the_record_states_the_rule_and_the_counts(trace):
