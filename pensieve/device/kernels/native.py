@@ -1,7 +1,6 @@
 """Attention on a CPU in C, straight over the blocks: decode rows and prefills."""
 
 import ctypes
-import re
 from pathlib import Path
 
 import torch
@@ -94,11 +93,7 @@ class NativeBackend:
 
     @property
     def version(self) -> str:
-        """The compiler's name and number: `cc (Debian 12.2.0-14) 12.2.0` is cc 12.2.0."""
-        said = self._library.compiler
-        numbers = re.findall(r"(?<!\S)\d+(?:\.\d+)+", said)
-        name = "clang" if "clang" in said else said.split()[0]
-        return f"{name} {numbers[-1]}" if numbers else said
+        return self._library.compiler
 
     def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> NativePlan:
         return NativePlan(self._library, batch, chunk_tokens)

@@ -39,6 +39,7 @@ def test_equals_transformers(name, model_of):
     assert isinstance(fused, FusedModel) == (name not in ("gpt2", "opt")) == (not model.forward_note)
     kind = "fused" if isinstance(fused, FusedModel) else "transformers"
     assert model.forward.name == (f"{kind}, {PACKED}" if serves(torch.float32) else kind)
+    assert not any("forward" in vars(each) for each in model.module.modules()), "alone the module is transformers'"
     if kind == "fused":
         assert not fused.packed and check_against_eager(module, fused, model.spec, model.device).difference < 1e-4
 
