@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from statistics import fmean
 
 from analysis.forms import Form
 from analysis.quantities import over_seeds
@@ -11,8 +12,7 @@ from pensieve.errors import MissingSeries
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.results.claims import Claim, rates_at, read_claims, unmet
 from pensieve.lab.results.frame import Cell, Panel, positive_ratio
-from pensieve.lab.results.notes import load_changed, noted
-from pensieve.lab.results.notes import offered_rate as rate_of
+from pensieve.lab.results.notes import load_changed, noted, plan_of
 from pensieve.lab.results.schema import Trial
 from pensieve.units import number
 
@@ -21,8 +21,11 @@ MEASURE = "throughput_at_latency_ratio"
 
 
 def offered_rate(source: Source, cell: Cell) -> float | None:
-    """Requests a second."""
-    return rate_of(cell.trials)
+    """Requests a second that the trials were offered in steady state (their mean); None where replies alone decide the rate,
+    or the record of one does not say."""
+    rates = [plan_of(trial).get("request_rate_per_s") for trial in cell.trials]
+    known = [float(rate) for rate in rates if rate is not None]
+    return fmean(known) if len(known) == len(rates) else None
 
 
 # Beside the paper

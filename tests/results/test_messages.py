@@ -161,6 +161,12 @@ for load, window, ours, theirs in (
         for one, (ms, rate) in ((OURS, ours), (THEIRS, theirs))
     ]
     case(f"slower at, {load} {window} {ours} {theirs}", *slower, seeds=4 if load == "closed" else 5)
+SERVED = {
+    "attention_backend": "triton", "attention_version": "3.9.0", "forward": "fused", "attention_note": "Not varlen: old.",
+    "forward_note": "", "fell_back": False, "self_check_difference": 0.001,
+}  # fmt: skip
+FELL_BACK = {**SERVED, "attention_backend": "reference", "attention_version": "", "fell_back": True}
+case("served in two ways", {**OURS, "engine": SERVED}, {**THEIRS, "engine": FELL_BACK})
 both("context cuts", engine={"workload": CUT})
 both("bytes", engine={"workload": {**CUT, "tokens": "bytes", "load": "closed", "sessions": 3}})
 LONGER = {"conversations": 40, "conversations_too_long_for_the_context": 2}

@@ -1,18 +1,12 @@
-"""What served and how its self-check came out stands under every table of real trials."""
+"""The rows of a sweep's table: which trials they pool, and whether their outputs agree."""
 
 from array import array
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
 
-from pensieve.lab.results.compare_trials import compare_trials, select_trials
-from pensieve.lab.results.frame import footer
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import sweep_table
-from pensieve.lab.trial.sweep import summary
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 FAST = [40.0, 42.0, 44.0, 46.0, 48.0, 50.0]
@@ -65,29 +59,3 @@ def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
         add_trial(store, sweep, job, baseline, own, tokens=tmp_path, seed=1)
     [note] = [one for one in sweep_table(store, sweep).notes if one.code == "outputs_differ"]
     assert "in 2 of 38 turns, unknown margin" in note.text, "one seed does not tell it"
-
-
-def settings(**changed: Any) -> dict[str, Any]:
-    served = {
-        "attention_backend": "triton", "attention_version": "3.9.0", "forward": "fused", "attention_note": "Not varlen: old.",
-        "forward_note": "", "fell_back": False, "self_check_difference": 0.001,
-    }  # fmt: skip
-    return {**served, **changed}
-
-
-def test_what_served_is_a_sentence_a_way_under_tables_comparisons_and_summaries(store: ResultsStore) -> None:
-    fell = settings(attention_backend="reference", attention_version="", fell_back=True)
-    engines = {"pensieve": settings(), "stateless": fell}
-    sweep = open_sweep(store, n_expected=2, seed="0", baseline=",".join(engines))
-    for job, (baseline, engine) in enumerate(engines.items()):
-        add_trial(store, sweep, job, baseline, conversation_turns([40.0, 50.0]), engine=engine)
-    ours, theirs = trials = select_trials(store, "latest")
-    first, second = footer(trials)
-    assert first == "pensieve: Attention: triton 3.9.0; forward: fused; their self-check passed."
-    assert second.startswith("stateless: Attention: reference; ")
-    assert second.endswith("Something better did not serve. Not varlen: old.")
-    assert {first, second} <= {note.text for note in sweep_table(store, sweep).notes}
-    assert {first, second} <= set(compare_trials(store, [ours], [theirs]).notes)
-    text = StringIO()
-    Console(file=text, width=300).print(summary(store, ours.id))
-    assert first.removeprefix("pensieve: ") in text.getvalue()

@@ -163,14 +163,6 @@ def plan_of(trial: Trial) -> Mapping[str, Any]:
     return plan if isinstance(plan, Mapping) else {}
 
 
-def offered_rate(trials: Sequence[Trial]) -> float | None:
-    """Requests a second that the trials were offered in steady state (their mean); None where replies alone decide the rate,
-    or the record of one does not say."""
-    rates = [plan_of(trial).get("request_rate_per_s") for trial in trials]
-    known = [float(rate) for rate in rates if rate is not None]
-    return fmean(known) if known and len(known) == len(rates) else None
-
-
 def _turns_without_reply(found: Frame, panels: Sequence[Panel]) -> Told:
     for panel, name, trials in _cells(panels):
         if less := found.incomplete(trials):
