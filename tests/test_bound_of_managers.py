@@ -49,7 +49,7 @@ class Said:
     tokens: tuple[int, ...]
 
 
-def trace(rng, engine, turns, longest=16):
+def trace(rng, engine, turns):
     """Random requests of a few conversations: equal openings, equal replies, whole prompts that agree with what was said
     or do not, prompts said twice, warm-up and rewarm, histories given by the workload, requests cancelled, conversations
     forgotten by hand and after their time."""
@@ -80,7 +80,7 @@ def trace(rng, engine, turns, longest=16):
                 before = before[: rng.randint(0, len(before))]  # the client edited the conversation
             elif kind < 0.25 and said:
                 before = list(rng.choice(list(said.values())))  # or goes on with what was said in another one
-            prompt = [*before, *(rng.randint(1, 2) for _ in range(rng.randint(1, 6)))][-longest:]
+            prompt = [*before, *(rng.randint(1, 2) for _ in range(rng.randint(1, 6)))][-16:]
             request = Request(
                 number,
                 session,

@@ -9,9 +9,9 @@ from tests.chat import CHATML, MERGES, SPECIALS
 LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 2, 64, 4, 2, 96
 
 
-def write_gguf(path: Path, seed: int = 0, without: str = "", blocks: int = LAYERS) -> Path:
+def write_gguf(path: Path, seed: int = 0, without: str = "") -> Path:
     """F32 and Q8_0 tensors of fixed random numbers; a byte-level tokenizer with the template ChatML. without: a tensor
-    that is left out. blocks: what the header says."""
+    that is left out."""
     import gguf
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -22,7 +22,7 @@ def write_gguf(path: Path, seed: int = 0, without: str = "", blocks: int = LAYER
     writer.add_name("tiny")
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(blocks)
+    writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)

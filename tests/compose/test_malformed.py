@@ -61,12 +61,12 @@ def with_fields(**fields):
     return lambda content: json.dumps({**json.loads(content), **fields}).encode()
 
 
-def with_number(key, value, form="<I"):
+def with_number(key, value):
     """A GGUF file's own number: behind its key and the number of its type."""
 
     def edit(content):
         at = content.index(key) + len(key) + 4
-        return content[:at] + struct.pack(form, value) + content[at + struct.calcsize(form) :]
+        return content[:at] + struct.pack("<I", value) + content[at + 4 :]
 
     return edit
 
