@@ -68,12 +68,13 @@ def test_a_request_that_is_refused_or_fails_does_so_alone_and_is_not_asked_twice
 ) -> None:
     system = opened(endpoint.url)
     endpoint.status, endpoint.pieces = status, [piece]
-    [turn] = served(system, ask(1, "a", prompt(40)))
-    assert turn.status == ended and said in str(turn.error)
-    assert (turn.finish_reason == "context") == (ended == "refused")
+    for number, stream in enumerate((True, False)):
+        [turn] = served(system, ask(number, "a", prompt(40), stream=stream))
+        assert turn.status == ended and said in str(turn.error)
+        assert (turn.finish_reason == "context") == (ended == "refused")
     endpoint.status, endpoint.pieces = 200, [completion(65)]
     [whole] = served(system, ask(2, "b", prompt(40), output=1))
-    assert whole.status == "completed" and len(endpoint.asked) == 2
+    assert whole.status == "completed" and len(endpoint.asked) == 3
 
 
 def test_a_stream_that_breaks_off_fails_its_request_alone_and_a_server_that_is_gone_ends_the_trial(

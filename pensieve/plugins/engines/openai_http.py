@@ -166,10 +166,11 @@ class HttpEngine(OutsideEngine):
 
 def _pieces(response: httpx.Response, stream: bool) -> Iterator[dict[str, Any] | None]:
     """The JSON objects of the answer; None: that was all of it. Raises ContextLengthError, RequestFailed, EngineFailed."""
-    if response.status_code != 200:
+    if response.status_code != 200 or not stream:
         response.read()
+    if response.status_code != 200:
         raise _error_of(_json(response.text) or response.text[:300], response.status_code)
-    for line in response.iter_lines() if stream else (f"data:{response.read().decode()}",):
+    for line in response.iter_lines() if stream else (f"data:{response.text}",):
         text = line.removeprefix("data:").strip() if line.startswith("data:") else ""
         if text == "[DONE]":
             yield None
