@@ -27,7 +27,7 @@ def test_bytes_come_back_and_any_ids_decode():
 
 def test_a_folders_tokenizer_and_what_ends_a_sequence_beside_it(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(WeightsMissing, match="no tokenizer"):
+    with pytest.raises(WeightsMissing, match="not a readable tokenizer"):
         HubTokenizer(tmp_path)
     backend = Backend(models.WordLevel({"hello": 0, "world": 1, "<end>": 2, "[UNK]": 3}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -36,10 +36,11 @@ def test_a_folders_tokenizer_and_what_ends_a_sequence_beside_it(tmp_path):
     tokenizer = HubTokenizer(tmp_path)
     assert (tokenizer.encode("hello world"), tokenizer.decode([1, 0, 2])) == ([0, 1], "world hello")
     assert (tokenizer.vocab_size, tokenizer.eos_ids) == (4, frozenset())
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": {"__type": "AddedToken", "content": "<end>"}})
-    )
-    assert HubTokenizer(tmp_path, eos_ids=[1]).eos_ids == {1, 2}
+    config = {"eos_token": {"content": "<end>"}, "pad_token": "[PAD]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = HubTokenizer(tmp_path, eos_ids=[1])
+    assert tokenizer.eos_ids == {1, 2}
+    assert (tokenizer.vocab_size, tokenizer.encode("[PAD]")) == (4, [3, 3, 3]), "the model has no row for a pad token"
 
 
 TEXT = ["the cat sat on the mat, don't stop now", "中文 и кириллица 🙂🙃 naïve café", "a  b   c\n\nEND of it. </s> ##x"]

@@ -93,26 +93,31 @@ class ByteTokenizer:
 
 
 class HubTokenizer:
-    """The tokenizer of a model folder, read by transformers and run by the `tokenizers` library.
+    """The tokenizer of a model folder, run by the `tokenizers` library.
 
     eos_ids: that the model's configuration names; those of generation_config.json beside the tokenizer, and what the
-    tokenizer itself calls its end of sequence, are added. Layouts older than tokenizer.json take seconds. Raises
-    WeightsMissing where there is none that can be read.
+    tokenizer itself calls its end of sequence, are added. backend: a tokenizers.Tokenizer with its special tokens, for a
+    folder without tokenizer.json. Raises WeightsMissing for a malformed file.
     """
 
-    def __init__(self, folder: Path, eos_ids: Iterable[int] = (), name: str | None = None) -> None:
-        own = _read(folder)
-        self._backend = own.backend_tokenizer
-        self.special_tokens: Mapping[str, str] = dict(own.special_tokens_map)
+    def __init__(
+        self,
+        folder: Path,
+        eos_ids: Iterable[int] = (),
+        name: str | None = None,
+        backend: tuple[Any, Mapping[str, str]] | None = None,
+    ) -> None:
+        # Older models have their special tokens in special_tokens_map.json.
+        settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        self._backend, self.special_tokens = backend or (_read_backend(folder), special_tokens_of(settings))
         self.name = name or folder.name
         self.vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
-        template = own.chat_template  # of several, the one called default
-        self.chat_template: str | None = template.get("default") if isinstance(template, Mapping) else template
-        ends = own.eos_token_id
+        self.chat_template = _chat_template(folder, settings)
+        own = self._id_of("eos_token")
         self.eos_ids = frozenset(
-            (*eos_ids, *eos_of(_generation_config(folder)), *(() if ends is None else (int(ends),)))
+            (*eos_ids, *eos_of(_read_json(folder / "generation_config.json")), *(() if own is None else (own,)))
         )
-        self.begin = self._begin(own.init_kwargs.get("add_bos_token"), own.bos_token_id)
+        self.begin = self._begin(settings.get("add_bos_token"))
         self._mark_specials()
 
     def encode(self, text: str, marked: bool = False) -> list[int]:
@@ -147,8 +152,13 @@ class HubTokenizer:
         }
         self._backend.encode_special_tokens = False
 
-    def _begin(self, add_bos: bool | None, bos: int | None) -> tuple[int, ...]:
+    def _id_of(self, name: str) -> int | None:
+        found = self._backend.token_to_id(self.special_tokens.get(name, ""))
+        return None if found is None else int(found)
+
+    def _begin(self, add_bos: bool | None) -> tuple[int, ...]:
         """BOS as tokenizer_config.json asks for it (add_bos_token), else what the post-processor puts before a text."""
+        bos = self._id_of("bos_token")
         if add_bos is not None and bos is not None:
             return (bos,) if add_bos else ()
         bare, full = (self._backend.encode("a", add_special_tokens=add).ids for add in (False, True))
@@ -165,32 +175,44 @@ def eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _generation_config(folder: Path) -> dict[str, Any]:
-    """Empty where there is none."""
-    file = folder / "generation_config.json"
+def _read_json(file: Path) -> dict[str, Any]:
+    """Its content; empty where there is no such file."""
     try:
         return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise WeightsMissing(f"{file} is not readable: {error}.") from error
 
 
-def _read(folder: Path) -> Any:
-    import transformers
+def _read_backend(folder: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
 
-    reader = (
-        "PreTrainedTokenizerFast" if (folder / "tokenizer.json").is_file() else "AutoTokenizer"
-    )  # whose import is slow
+    file = folder / "tokenizer.json"
     try:
-        own = getattr(transformers, reader).from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # it raises anything for a malformed file or a missing package
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise WeightsMissing(f"{folder} holds no tokenizer that transformers can read: {reason}.") from error
-    if getattr(own, "backend_tokenizer", None) is None:
-        raise WeightsMissing(
-            f"The tokenizer of {folder} ({type(own).__name__}) has no fast form; save the model with one "
-            "(tokenizer.json), or use model.tokenizer=bytes."
-        )
-    return own
+        return Backend.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for a malformed file
+        raise WeightsMissing(f"{file} is not a readable tokenizer: {error}.") from error
+
+
+def special_tokens_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of special tokens, by names such as bos_token."""
+    named = {name: token for name, token in settings.items() if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, or what tokenizer_config.json says; of several, the one called default."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise WeightsMissing(f"{file} is not readable: {error}.") from error
+    said = settings.get("chat_template")
+    if isinstance(said, list):
+        named = {str(one.get("name")): one.get("template") for one in said if isinstance(one, Mapping)}
+        said = named.get("default")
+    return said if isinstance(said, str) else None
 
 
 class TextStream:

@@ -104,9 +104,9 @@ def instead(content):
         ("model.safetensors", instead(struct.pack("<Q", 2) + b"[]"), "are damaged"),
         ("model.safetensors.index.json", instead(b"{}"), "weight_map"),
         ("model.safetensors.index.json", instead(b'{"metadata": {}, "weight_map": {"a": "gone.safetensors"}}'), "gone"),
-        ("tokenizer.json", instead(b"[" * 100_000), "no tokenizer"),
-        ("tokenizer_config.json", instead(b"{" * 100_000), "no tokenizer"),
-        ("chat_template.jinja", instead(b"\xff\xfe"), "no tokenizer"),
+        ("tokenizer.json", instead(b"[" * 100_000), "not a readable tokenizer"),
+        ("tokenizer_config.json", instead(b"{" * 100_000), "not readable"),
+        ("chat_template.jinja", instead(b"\xff\xfe"), "not readable"),
         ("generation_config.json", with_fields(eos_token_id={"a": 1}), "names no token ids"),
     ],
 )

@@ -6,8 +6,7 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pensieve.errors import WeightsMissing
-from pensieve.lab.compose.model_files import ModelConfig, build_tokenizer, has_tokenizer, model_config
-from pensieve.serve.tokenizer import HubTokenizer
+from pensieve.lab.compose.model_files import ModelConfig, build_tokenizer, has_tokenizer, model_config, read_tokenizer
 from tests.chat import LLAMA_3, MERGES, save_tokenizer
 from tests.hub_cache import fill, unreachable
 
@@ -40,7 +39,7 @@ def test_opt_without_a_tokenizer_json(tmp_path):
 
     folder = save_opt(tmp_path / "opt")
     assert has_tokenizer(folder)
-    tokenizer = HubTokenizer(folder)
+    tokenizer = read_tokenizer(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
     text = "the stone, one\n"
     assert [*tokenizer.begin, *tokenizer.encode(text)] == theirs(text)["input_ids"]
@@ -63,7 +62,7 @@ def test_sentencepiece(tmp_path):
     settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "unk_token": "<unk>", "legacy": False}))
     assert not (tmp_path / "tokenizer.json").exists()
-    tokenizer = HubTokenizer(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     said = "the one stone"
     assert [*tokenizer.begin, *tokenizer.encode(said)] == theirs(said)["input_ids"]
@@ -73,9 +72,9 @@ def test_sentencepiece(tmp_path):
 
 def test_every_end_that_the_settings_name_ends_a_reply(tmp_path):
     folder = save_tokenizer(tmp_path / "llama", LLAMA_3)
-    assert len(HubTokenizer(folder).eos_ids) == 1
+    assert len(read_tokenizer(folder).eos_ids) == 1
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert HubTokenizer(folder, eos_ids=(5,)).eos_ids >= {5, 7, 9}
+    assert read_tokenizer(folder, eos_ids=(5,)).eos_ids >= {5, 7, 9}
 
 
 @pytest.mark.parametrize(("name", "layout"), [("llama3_8b_instruct", "json"), ("opt_13b", "opt")])

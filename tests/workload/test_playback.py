@@ -2,9 +2,9 @@
 
 import pytest
 
-from pensieve.lab.workload.fit import Fit, fitted, warmups
+from pensieve.lab.workload.fit import Fit, fitted, synthesised, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users
-from pensieve.lab.workload.recording import Call, Conversation, Count
+from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, hashes_of
 from tests.scripted import context
 from tests.workload.dry import drive, measured
 
@@ -34,6 +34,17 @@ def test_recorded_times_are_kept_whatever_the_system_does():
 
 def chat(name, *lengths):
     return Conversation(name, tuple(Call(Count(message), reply) for message, reply in lengths))
+
+
+def tokens(count, *hashes, seed=0):
+    return synthesised(Blocks(hashes_of(list(hashes)), 16, count), 256, seed, ("own",))
+
+
+def test_equal_hashes_give_equal_tokens_wherever_they_are():
+    one, two = tokens(40, 1, 2, 3), tokens(48, 9, 2, 4)
+    assert (len(one), len(two)) == (40, 48)
+    assert one[16:32] == two[16:32] and one[:16] != two[:16]
+    assert tokens(33, 1, 2, 3) == one[:33] and tokens(40, 1, 2, 3, seed=1) != one
 
 
 def test_replies_are_capped_and_free_ones_may_use_the_cap():

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -17,7 +17,7 @@ from pensieve.errors import ConfigError, EngineMissing, UnsupportedModel, Weight
 from pensieve.hub import cached_snapshot, commit, settings_folder, user_cache, why_not
 from pensieve.lab.compose.conf import conf_folder, ended, nearest, options, read_option
 from pensieve.lab.results.identity import content_hash, plain_hash
-from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, eos_of
+from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, eos_of, special_tokens_of
 from pensieve.specs import ModelSpec
 
 GGUF = "gguf"
@@ -302,7 +302,7 @@ def build_tokenizer(model: ModelConfig, vocab: int, simulated: bool) -> Tokenize
             folder = settings_folder(place, revision, has_tokenizer, "The tokenizer", _INSTEAD)
     if folder is not None and has_tokenizer(folder):
         own = model.name if model.tokenizer == "hub" else folder.name
-        return HubTokenizer(folder, eos_of(model.architecture), place if isinstance(place, str) else own)
+        return read_tokenizer(folder, eos_of(model.architecture), place if isinstance(place, str) else own)
     if meaningless and fits:
         return ByteTokenizer()
     raise WeightsMissing(f"Model {model.name} has no tokenizer{f' in {place}' if place else ''}; {_INSTEAD}.")
@@ -310,6 +310,29 @@ def build_tokenizer(model: ModelConfig, vocab: int, simulated: bool) -> Tokenize
 
 def has_tokenizer(folder: Path) -> bool:
     return any(all((folder / name).is_file() for name in layout) for layout in _LAYOUTS)
+
+
+def read_tokenizer(folder: Path, eos_ids: Sequence[int] = (), name: str | None = None) -> Tokenizer:
+    """The tokenizer of a folder. Layouts older than tokenizer.json are read by transformers, which takes seconds.
+
+    Raises WeightsMissing where there is none that can be read.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return HubTokenizer(folder, eos_ids, name)
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its converters raise anything for a malformed file or a missing package
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise WeightsMissing(f"{folder} holds no tokenizer that transformers can read: {reason}.") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise WeightsMissing(
+            f"The tokenizer of {folder} ({type(loaded).__name__}) has no fast form; save the model with one "
+            "(tokenizer.json), or use model.tokenizer=bytes."
+        )
+    return HubTokenizer(folder, eos_ids, name, (backend, special_tokens_of(loaded.special_tokens_map)))
 
 
 _INSTEAD = "use model.tokenizer=<a folder that has one> or model.tokenizer=bytes"
