@@ -136,11 +136,9 @@ def one_upload_buffer_for_all():
     buffer = torch.empty(8192, dtype=torch.int64, pin_memory=True)
 
     def upload(arrays, device):
-        starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)]).tolist()
-        for start, array in zip(starts[:-1], arrays, strict=True):
-            buffer[start : start + len(array)].copy_(torch.from_numpy(array))
-        there = buffer[: starts[-1]].to(device, non_blocking=True)
-        return [there[start : start + len(array)] for start, array in zip(starts[:-1], arrays, strict=True)]
+        whole = torch.from_numpy(np.concatenate(arrays))
+        buffer[: len(whole)].copy_(whole)
+        return buffer[: len(whole)].to(device, non_blocking=True).split([len(array) for array in arrays])
 
     return upload
 

@@ -93,26 +93,17 @@ def test_weights_that_onednn_multiplies_here_and_that_fit_twice_are_packed(llama
     assert not packable(llama.module, enough)
 
 
-PHI3 = {**ARCHITECTURES["llama"], "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "words"),
-    [
-        (PHI3, "phi3"),
-        ({**ARCHITECTURES["llama"], "hidden_act": "mish"}, "activation mish"),
-    ],
-)
-def test_what_has_no_fused_forward_runs_on_transformers(architecture, words):
-    model = load_model(ModelAsked(ModelSpec.from_architecture("other", architecture), threads=1))
-    assert model.forward.name.startswith("transformers") and words in model.forward_note
-
-
-def test_modules_of_another_make_are_left_to_transformers():
+def test_what_has_no_fused_forward_runs_on_transformers():
+    for changed, words in (
+        ({"model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2}, "none for phi3"),
+        ({"hidden_act": "mish"}, "activation mish"),
+    ):
+        spec = ModelSpec.from_architecture("other", {**ARCHITECTURES["llama"], **changed})
+        model = load_model(ModelAsked(spec, threads=1))
+        assert model.forward.name.startswith("transformers") and words in model.forward_note
     module = tiny_model("llama").module
-    del module.model.layers[0].self_attn.scaling
-    built = build_fused(module, pack=False)
-    assert isinstance(built, str) and "scaling" in built
+    del module.model.layers[0].self_attn.scaling  # of another make
+    assert "scaling" in build_fused(module, pack=False)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llama"])
