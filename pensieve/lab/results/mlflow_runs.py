@@ -137,9 +137,7 @@ def _experiment(outputs: Path, name: str) -> Iterator[tuple[Any, str]]:
             yield client, found.experiment_id
             return
         location = None if os.environ.get(URL_ENV) else (outputs.absolute() / "mlartifacts").as_uri()
-        kind = {
-            "mlflow.experimentKind": "custom_model_development"
-        }  # else its page begins with an empty page of traces
+        kind = {"mlflow.experimentKind": "custom_model_development"}  # else it begins with an empty page of traces
         yield client, client.create_experiment(name, artifact_location=location, tags=kind)
 
 
