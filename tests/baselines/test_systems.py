@@ -136,34 +136,35 @@ def test_an_idle_system_has_nothing_to_wait_for(started):
     system.close()
 
 
-def test_poll_comes_back_when_the_system_is_closed(started):
+@pytest.mark.parametrize("why", ["closed", "fell off the bus"])
+def test_the_end_of_the_engine_ends_every_call_that_waits_for_it(started, why):
+    """Those that it knows of, those that it will never read, and those that come later."""
     system, worker = started
     hold(system, worker)
-    polling, closing = Side(system.poll, None), Side(system.close)
+    polling, asking = Side(system.poll, None), Side(system.ask, request(2, "b", tokens=5, output=2))
     wait_for_inbox(system, 1)
+    if why == "closed":
+        closing = Side(system.close)
+        wait_for_inbox(system, 2)
+    else:
+        worker.failure = RuntimeError(f"the device {why}")
+        closing = Side(system.forget, "a")
+        wait_for_inbox(system, 2)
+    late = Side(system.ask, request(3, "c", tokens=5, output=2))
+    wait_for_inbox(system, 3)
     worker.gate.set()
-    assert closing.ended()
-    assert polling.ended()
-    if polling.error is None:  # what the held step still gave
-        assert not any(event.turn for event in polling.result)
-    with pytest.raises(WorkerError, match="closed"):
-        system.poll(None)
-
-
-def test_a_crash_ends_every_call_that_waits_for_the_engine(started):
-    system, worker = started
-    hold(system, worker)
-    polling, forgetting = Side(system.poll, None), Side(system.forget, "a")
-    wait_for_inbox(system, 1)
-    worker.failure = RuntimeError("the device fell off the bus")
-    worker.gate.set()
-    for side in (polling, forgetting):
+    for side in (polling, closing, asking, late):
         assert side.ended()
-    for side in (polling, forgetting, Side(system.forget, None), Side(system.poll, 1e6)):
-        assert side.ended()
-        assert isinstance(side.error, WorkerError)
-        assert "fell off the bus" in str(side.error)
-    assert worker.closed == 0
+    later = [Side(system.ask, request(4, "d", tokens=5, output=2)), Side(system.poll, None), Side(system.poll, 1e6)]
+    failed = [asking, late, *later]
+    if why == "closed":
+        assert closing.error is None
+        assert polling.error or not any(event.turn for event in polling.result), "what the held step still gave"
+    else:
+        failed += [polling, closing, Side(system.forget, None)]
+        assert worker.closed == 0
+    for side in failed:
+        assert side.ended() and isinstance(side.error, WorkerError) and why in str(side.error)
     system.close()
     assert worker.closed == 1
 
@@ -194,20 +195,6 @@ def test_an_idle_engine_wakes_to_forget_and_sleeps_again():
     system.forget(None)  # it sleeps until it is told
     assert len(steps) < 12, "it woke for its conversations and no more often"
     system.close()
-
-
-def test_who_asks_is_told_of_the_end_of_the_engine(started):
-    system, worker = started
-    worker.gate.clear()
-    asking = Side(system.ask, request(1, "a", tokens=5, output=2))
-    assert worker.entered.wait(PATIENCE_S)
-    closing = Side(system.close)
-    wait_for_inbox(system, 1)
-    late = Side(system.ask, request(2, "b", tokens=5, output=2))  # the engine will never read it
-    worker.gate.set()
-    for side in (closing, asking, late, Side(system.ask, request(3, "c", tokens=5, output=2))):
-        assert side.ended()
-        assert side is closing or isinstance(side.error, WorkerError)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["submitted", "begun"])

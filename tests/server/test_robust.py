@@ -14,8 +14,6 @@ from tests.invariants import check_cache
 
 pytest.importorskip("fastapi")
 
-import pytest
-
 from pensieve.core.request import Request
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError, RequestFailed

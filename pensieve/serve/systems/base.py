@@ -197,13 +197,10 @@ class Outbox:
                 if events:
                     return events
                 raise error
+            patience_s = None if self._unfinished else 0.0
+            if until_s is not None:
+                patience_s = max(0.0, until_s - self._clock.now_s())
             try:
-                self._wakes.get(timeout=self._patience_s(until_s))
+                self._wakes.get(timeout=patience_s)
             except queue.Empty:
                 waited = True
-
-    def _patience_s(self, until_s: float | None) -> float | None:
-        """For how long poll may wait now; None: until something happens."""
-        if until_s is None:
-            return None if self._unfinished else 0.0
-        return max(0.0, until_s - self._clock.now_s())

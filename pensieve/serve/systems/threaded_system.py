@@ -158,16 +158,11 @@ class ThreadedSystem(EngineSystem):
                         failed(error)
                 idle = False
             events = engine.step(None)
-            awaited = self._streams_begin(events)
+            begin = [self._listeners.get(event.request_id) for event in events if event.kind == "first_token"]
             self._listeners.tell(events)
-            if awaited:
+            if any(listener is not None and listener.streams for listener in begin):
                 time.sleep(_HANDOVER_S)
             assert engine.progressed or not engine.busy, "requests wait, and nothing runs that could let them in"
-
-    def _streams_begin(self, events: list[Event]) -> bool:
-        """Whether somebody is to pass on a first token among these."""
-        firsts = (self._listeners.get(event.request_id) for event in events if event.kind == "first_token")
-        return any(listener is not None and listener.streams for listener in firsts)
 
     def _idle_s(self) -> float | None:
         """For how long an idle engine has nothing to do; None: until a command comes."""
