@@ -380,6 +380,7 @@ def test_a_replica_that_does_not_answer_is_left_out_and_one_that_ends_meanwhile_
         talk(system, "a", 2)
         for one in begun:
             one.mute = one is not home(system, "a")
+        monkeypatch.setattr(system_module, "CALL_S", 2 * PATIENCE_S)
         looking = Side(system.gauges)
         assert not looking.ends_within(0.05)
         for one in begun:
