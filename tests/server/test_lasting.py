@@ -70,8 +70,8 @@ def test_memory_is_level_once_the_server_has_had_its_load(tmp_path: Path, monkey
     async def rounds(url: str) -> list[dict[str, float]]:
         rng, found = random.Random(0), []
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-            for _ in range(15):
-                await asyncio.gather(*(talk(client, f"steady-{i}", rng) for i in range(16)))
+            for _ in range(24):
+                await asyncio.gather(*(talk(client, f"steady-{i}", rng) for i in range(20)))
                 lines = (await client.get("/metrics")).text.splitlines()
                 told = (line.split(" ") for line in lines if line.startswith(tuple(HELD)))
                 found.append({name: float(value) for name, value in told})
@@ -79,9 +79,9 @@ def test_memory_is_level_once_the_server_has_had_its_load(tmp_path: Path, monkey
 
     with process(tmp_path, "hardware=sim_h100", "serve.state=off") as (_, client):
         found = asyncio.run(rounds(str(client.base_url)))
-    turns = 16 * 3 * 5  # between the middles of the second and the last third
+    turns = 20 * 3 * 8  # between the middles of the second and the last third
     for name, most in HELD.items():
-        before, after = ([one[name] for one in part] for part in (found[5:10], found[10:]))
+        before, after = ([one[name] for one in part] for part in (found[8:16], found[16:]))
         more = (statistics.median(after) - statistics.median(before)) / turns
         print(f"{name}: {more:+.3f} a turn, of {after[-1]:,.0f}; {[round(one[name]) for one in found]}")
         assert more < most
