@@ -388,9 +388,11 @@ def test_a_replica_that_does_not_answer_is_left_out_and_one_that_ends_meanwhile_
                 one.die()
         assert looking.ended() and looking.result["replicas"] == (1, "replicas")
         assert until(lambda: len(system.up) == COUNT)
-        monkeypatch.setattr(system_module, "CALL_S", 0.05)
+        monkeypatch.setattr(system_module, "CALL_S", 0.5)
         begun[-1].mute = True
         assert system.gauges()["replicas"] == (COUNT - 1, "replicas") and system.places("a").count("G")
+        again = Side(system.gauges)
+        assert again.ends_within(0.4) and again.result == system.gauges(), "one that hangs is waited for once"
 
 
 def test_requests_under_way_are_told_when_the_system_is_closed():
@@ -399,6 +401,10 @@ def test_requests_under_way_are_told_when_the_system_is_closed():
             one.worker.held_at = 60
         heard = ask(system, 1, "a", 1, message(1), tokens=200)
         assert heard.begun.wait(PATIENCE_S)
+        ticket = system._tickets[1]
+        ticket.attempts = ATTEMPTS
+        system._send(ticket)
+        assert not heard.over.is_set(), "two threads sent it, and the last replica serves it"
         system.close()
         assert heard.over.wait(PATIENCE_S) and "closed" in str(heard.error)
         late = ask(system, 2, "a", 1, message(1))

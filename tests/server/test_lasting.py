@@ -30,7 +30,7 @@ ADDED_MS = 12.0
 """A reply that waits for a timer (Nagle's, an acknowledgement's, a poll's) takes 40 ms or more; a quiet machine adds 2."""
 HELD = {"pensieve_python_blocks": 4.0, "pensieve_malloc_bytes": 400.0}
 """What /metrics says is in use, and how much of it more a turn may leave behind: a record that is kept takes far more. Two
-blocks and 100 bytes a turn were seen over 4,320 turns, 0.3 and 33 without a state file, as here."""
+blocks and 100 bytes a turn were seen over 4,320 turns, 0.3 and 33 without a state file."""
 
 
 def http_adds_little_to_the_first_token(client: httpx.Client, requests: int = 20) -> None:
@@ -71,15 +71,15 @@ def test_memory_is_level_once_the_server_has_had_its_load(tmp_path: Path, monkey
         rng, found = random.Random(0), []
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             for _ in range(24):
-                await asyncio.gather(*(talk(client, f"steady-{i}", rng) for i in range(20)))
+                await asyncio.gather(*(talk(client, f"steady-{i}", rng) for i in range(24)))
                 lines = (await client.get("/metrics")).text.splitlines()
                 told = (line.split(" ") for line in lines if line.startswith(tuple(HELD)))
                 found.append({name: float(value) for name, value in told})
         return found
 
-    with process(tmp_path, "hardware=sim_h100", "serve.state=off") as (_, client):
+    with process(tmp_path, "hardware=sim_h100") as (_, client):
         found = asyncio.run(rounds(str(client.base_url)))
-    turns = 20 * 3 * 8  # between the middles of the second and the last third
+    turns = 24 * 3 * 8  # between the middles of the second and the last third
     for name, most in HELD.items():
         before, after = ([one[name] for one in part] for part in (found[8:16], found[16:]))
         more = (statistics.median(after) - statistics.median(before)) / turns

@@ -63,14 +63,19 @@ class Replica:
     """One engine in a process of its own, as routing.Known. number: its place among them, which the one that replaces it
     gets. in_flight: turns that it was given. homes: conversations whose last turn it served, and tokens that it may hold of
     each. orders: what a thread of its own sends it, so that nobody waits for the pipe; None: the end. calls: that it has not
-    answered yet."""
+    answered yet, and since when."""
 
     number: int
     process: EngineProcess
     in_flight: int = 0
     homes: dict[str, int] = field(default_factory=dict)
     orders: SimpleQueue[tuple[int | None, str, tuple[Any, ...]] | None] = field(default_factory=SimpleQueue)
-    calls: dict[int, Future[Any]] = field(default_factory=dict)
+    calls: dict[int, tuple[float, Future[Any]]] = field(default_factory=dict)
+
+    @property
+    def hangs(self) -> bool:
+        """It owes an answer for longer than anybody waits."""
+        return any(time.monotonic() - since_s > CALL_S for since_s, _ in list(self.calls.values()))
 
     def held_tokens(self, session: str) -> int:
         return self.homes.get(session, 0)
@@ -303,7 +308,7 @@ class ReplicaSystem:
             for ticket in tickets:
                 ticket.serves, ticket.place = None, 0
                 self._counted["restarted_requests"] += 1
-            for call in replica.calls.values():
+            for _, call in replica.calls.values():
                 call.set_exception(WorkerError("The replica has ended."))
         replica.orders.put(None)
         self._close(replica.number)
@@ -319,20 +324,21 @@ class ReplicaSystem:
 
     def _hear(self, replica: Replica, number: int | None, said: Any) -> None:
         if number is not None:
-            if (call := replica.calls.pop(number, None)) is not None:
-                call.set_result(said)
+            if (asked := replica.calls.pop(number, None)) is not None:
+                asked[1].set_result(said)
         elif (ticket := self._tickets.get(said.request_id)) is not None and ticket.serves is replica:
             self._happened(ticket, said)
 
     def _ask(self, replicas: Collection[Replica | None], method: str, *given: Any) -> dict[Replica, Any]:
-        """What each of these answers, but for those that are not up, end meanwhile or take longer than CALL_S."""
+        """What each of these answers, but for those that are not up, end meanwhile or take longer than CALL_S; one that
+        hangs is not asked again before it has answered."""
         asked: dict[Future[Any], Replica] = {}
         with self._lock:
             for replica in self._up.values():
-                if replica in replicas:
+                if replica in replicas and not replica.hangs:
                     number, call = next(self._numbers), Future[Any]()
                     asked[call] = replica
-                    replica.calls[number] = call
+                    replica.calls[number] = time.monotonic(), call
                     replica.order(method, *given, number=number)
         done, _ = wait(asked, CALL_S)
         return {asked[call]: call.result() for call in done if call.exception() is None}
@@ -340,11 +346,14 @@ class ReplicaSystem:
     # -- one turn -----------------------------------------------------------------------------------------------------
 
     def _send(self, ticket: _Ticket) -> None:
-        """To a replica, as soon as one is up; or its end, where it was cut or has ended too many."""
+        """To a replica, as soon as one is up; or its end, where it was cut or has ended too many. Nothing where another
+        thread has sent it meanwhile."""
         request = ticket.request
         with self._lock:
+            if ticket.serves is not None:
+                return
             over = ticket.cut is not None or ticket.attempts == ATTEMPTS
-            if not over and ticket.serves is None and self._up:
+            if not over and self._up:
                 ticket.serves = replica = self._chosen(request, self.up)
                 ticket.attempts += 1
                 replica.in_flight += 1
