@@ -1,12 +1,16 @@
 """MLflow is written behind the results, and nothing of it is lost."""
 
+import multiprocessing.process
 import signal
+import time
 
 import pytest
 
 from pensieve import cli
 from pensieve.lab.results import mlflow_runs
 from pensieve.lab.results.store import open_store
+from pensieve.lab.trial import sweep
+from tests.composed import checked
 from tests.runners.sweeping import SHORT
 
 SWEEP = ("-m", "seed=0", "baseline=pensieve,stateless")
@@ -79,3 +83,26 @@ def test_ctrl_c_while_mlflow_is_written_loses_nothing_that_sync_does_not_write(s
     monkeypatch.setattr("sys.argv", ["pensieve mlflow", "sync"])
     assert cli.mlflow() == 0
     assert runs(tmp_path) == [(None, "FINISHED", None), ("1", "FINISHED", parent), ("2", "FINISHED", parent)]
+
+
+def test_what_imports_mlflow_beside_a_trial_makes_no_store_and_ends_a_copy_that_it_began(
+    tracking, tmp_path, monkeypatch
+):
+    """A store whose making was cut off is of no use to anybody, ever again."""
+    asked, imported, copied = checked("tracking=local").tracking, tmp_path / "imported", tmp_path / "copied"
+    monkeypatch.setattr(sweep, "import_mlflow", lambda: (mlflow_runs.import_mlflow(), imported.touch()))
+    monkeypatch.setattr(sweep, "copy_trial", lambda *given: (time.sleep(0.3), copied.write_text(str(given[-1]))))
+    with sweep._copying(asked, tracking):
+        while not imported.exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+    for beside in multiprocessing.active_children():
+        beside.join()
+    assert not list(tmp_path.rglob("mlflow.db"))
+    with monkeypatch.context() as pressing, sweep._copying(asked, tracking) as copy:
+        pressing.setattr(multiprocessing.process.BaseProcess, "join", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            copy(7)
+    for beside in multiprocessing.active_children():
+        beside.join()
+    assert copied.read_text() == "7"

@@ -43,10 +43,16 @@ _SETTINGS = {
 }
 
 
-def client_of(outputs: Path) -> Any:
-    """MLflow's client of the server, else of the store in this folder, which it makes where it is missing."""
+def import_mlflow() -> None:
+    """Import MLflow as quietly as it can be; no store is looked at."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+    import mlflow  # noqa: F401
+
+
+def client_of(outputs: Path) -> Any:
+    """MLflow's client of the server, else of the store in this folder, which it makes where it is missing."""
+    import_mlflow()
     from mlflow import MlflowClient
 
     for name in ("mlflow", "alembic"):

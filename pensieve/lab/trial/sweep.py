@@ -40,7 +40,7 @@ from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, cores, git_commit, host, this_process
 from pensieve.lab.results.frame import Cell, Panel, footer, mixtures
 from pensieve.lab.results.identity import sweep_key
-from pensieve.lab.results.mlflow_runs import URL_ENV, client_of, copy_sweep, copy_trial
+from pensieve.lab.results.mlflow_runs import URL_ENV, copy_sweep, copy_trial, import_mlflow
 from pensieve.lab.results.notes import MOSTLY, load_changed, noted
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
@@ -298,13 +298,16 @@ def performing(jobs: Sequence[Job], tracking: Tracking) -> Iterator[Iterator[tup
 
 @contextmanager
 def _copying(asked: TrackingConfig, tracking: Tracking) -> Iterator[Callable[[int], None]]:
-    """What copies a trial to MLflow: a process that imports MLflow and opens its store while the block runs, which takes as
-    long as a short trial."""
+    """What copies a trial to MLflow: a process that imports MLflow while the block runs, as long as a short trial takes. A
+    copy that was begun goes to its end, also after Ctrl-C: a store that MLflow has half made is of no use any more."""
     ours, theirs = _FORK.Pipe()
-    beside = _FORK.Process(target=_copy_later, args=(theirs, this_process(), asked, tracking.outputs), daemon=True)  # type: ignore[attr-defined]
+    beside = _FORK.Process(target=_copy_later, args=(theirs, this_process(), asked, tracking.outputs))  # type: ignore[attr-defined]
     beside.start()
+    begun = False
 
     def copied(trial_id: int) -> None:
+        nonlocal begun
+        begun = True
         ours.send(trial_id)
         beside.join()
         if beside.exitcode:  # it was killed
@@ -313,13 +316,14 @@ def _copying(asked: TrackingConfig, tracking: Tracking) -> Iterator[Callable[[in
     try:
         yield copied
     finally:
-        beside.kill()
+        if not begun:
+            beside.kill()
 
 
 def _copy_later(told: Connection, owner: Owner, asked: TrackingConfig, outputs: Path) -> None:
     _begin(owner)
     with suppress(Exception):  # the copy says why
-        client_of(outputs)
+        import_mlflow()
     copy_trial(outputs, open_tracking(asked, outputs).store, told.recv())
 
 
