@@ -99,8 +99,12 @@ def test_what_imports_mlflow_beside_a_trial_makes_no_store_and_ends_a_copy_that_
     for beside in multiprocessing.active_children():
         beside.join()
     assert not list(tmp_path.rglob("mlflow.db"))
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as pressing, sweep._copying(asked, tracking) as copy:
-        pressing.setattr(multiprocessing.process.BaseProcess, "join", lambda _: signal.raise_signal(signal.SIGINT))
+        pressing.setattr(multiprocessing.process.BaseProcess, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             copy(7)
     for beside in multiprocessing.active_children():
